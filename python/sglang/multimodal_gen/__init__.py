@@ -1,0 +1,36 @@
+"""SGLang-Diffusion, rebuilt: images, video and actions from diffusion models.
+
+>>> from sglang.multimodal_gen import DiffGenerator
+>>> with DiffGenerator.from_pretrained(model_path="demo") as generator:
+...     result = generator.generate(prompt="a red circle on a white background", seed=1)
+>>> result.images[0].image.save("circle.png")
+
+Importing this package is cheap: torch is imported when `DiffGenerator` is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import (
+        DiffGenerator,
+        GeneratedImage,
+        GenerationResult,
+    )
+
+__all__ = ["DiffGenerator", "GeneratedImage", "GenerationResult"]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        from sglang.multimodal_gen.runtime.entrypoints import diffusion_generator
+
+        return getattr(diffusion_generator, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,259 @@
+"""What a pipeline's shared stages ask a family: data, and a handful of pure hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from sglang.multimodal_gen.configs.models.base import DiTConfig, EncoderConfig, VAEConfig
+from sglang.multimodal_gen.configs.sealed import Sealable
+from sglang.multimodal_gen.configs.task_type import DataType, ModelTaskType
+from sglang.multimodal_gen.runtime.utils.errors import (
+    InvalidArgument,
+    InvalidRequest,
+    PipelineDefinitionError,
+)
+from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
+
+__all__ = ["ImagePipelineConfig", "ModelTaskType", "PipelineConfig"]
+
+
+@dataclass
+class PipelineConfig(Sealable):
+    """One family's answers to the shared stages.
+
+    Fields are data that an operator may set (``pipeline_config={...}``). Hooks are pure: they see
+    the request and the tensors they are given, and change neither. Every hook that has a default
+    does the plain thing; a family overrides the few in which its reference differs.
+    """
+
+    supported_task_types: ClassVar[tuple[ModelTaskType, ...] | None] = None
+
+    task_type: ModelTaskType = ModelTaskType.T2I
+    should_use_guidance: bool = True
+    dit_config: DiTConfig = field(default_factory=DiTConfig)
+    vae_config: VAEConfig = field(default_factory=VAEConfig)
+    text_encoder_configs: tuple[EncoderConfig, ...] = field(
+        default_factory=lambda: (EncoderConfig(),)
+    )
+    dit_precision: str = "bf16"
+    vae_precision: str = "fp32"
+    text_encoder_precisions: tuple[str, ...] = ("bf16",)
+    max_pixels: int = 4096 * 4096
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Self:
+        """A copy with an operator's settings.
+
+        Raises:
+            InvalidArgument: a name is unknown; the nearest one is offered.
+        """
+        known = [f.name for f in fields(self)]
+        for name, value in settings.items():
+            if name not in known:
+                raise InvalidArgument(
+                    f"pipeline_config.{name}",
+                    value,
+                    f"no such field.{did_you_mean(name, known)} It takes: {', '.join(known)}",
+                )
+        values = dict(settings)
+        if "task_type" in values:
+            try:
+                values["task_type"] = ModelTaskType.parse(values["task_type"])
+            except ValueError as error:
+                raise InvalidArgument(
+                    "pipeline_config.task_type", values["task_type"], str(error)
+                ) from None
+        return replace(self, **values)
+
+    def with_checkpoint(self, component_configs: Mapping[str, Mapping[str, Any]]) -> Self:
+        """A copy that knows the facts of a checkpoint: component name -> its ``config.json``."""
+        return replace(
+            self,
+            dit_config=self.dit_config.with_checkpoint(component_configs.get("transformer", {})),
+            vae_config=self.vae_config.with_checkpoint(component_configs.get("vae", {})),
+        )
+
+    def get_supported_task_types(self) -> tuple[ModelTaskType, ...]:
+        """The tasks this pipeline serves; the default alone unless the class declares more.
+
+        Raises:
+            PipelineDefinitionError: the declaration is empty, repeats itself or lacks the default.
+        """
+        declared = self.supported_task_types
+        if declared is None:
+            return (self.task_type,)
+        if not declared or len(set(declared)) < len(declared) or self.task_type not in declared:
+            raise PipelineDefinitionError(
+                f"{type(self).__name__}.supported_task_types must be nonempty, unique, and include "
+                f"the default task_type {self.task_type.name}"
+            )
+        return declared
+
+    def resolve_task_type(
+        self,
+        requested: ModelTaskType | str | None = None,
+        *,
+        data_type: DataType | None = None,
+        has_image: bool = False,
+    ) -> ModelTaskType:
+        """The task of a request, from what it asks for and what it brings.
+
+        Raises:
+            InvalidRequest: the task is not served, does not fit the inputs, or must be named.
+        """
+        supported = self.get_supported_task_types()
+        names = ", ".join(t.name for t in supported)
+        if requested is not None:
+            task = ModelTaskType.parse(requested)
+            if task not in supported:
+                raise InvalidRequest("task_type", task.name, f"this pipeline serves {names}")
+            _check_task_inputs(task, has_image)
+            return task
+        candidates = [t for t in supported if data_type is None or t.data_type() is data_type]
+        if len(candidates) > 1:
+            fitting = [
+                t
+                for t in candidates
+                if (t.accepts_image_input if has_image else not t.requires_image_input)
+            ]
+            candidates = fitting or candidates
+        if self.task_type in candidates:
+            candidates = [self.task_type]
+        if len(candidates) != 1:
+            raise InvalidRequest("task_type", None, f"name the task of this request: {names}")
+        _check_task_inputs(candidates[0], has_image)
+        return candidates[0]
+
+    # Hooks. At most ten: a reader must be able to hold them.
+
+    def prepare_model_state(self, batch: Req, transformer: Any) -> object | None:
+        """What the denoiser needs on every step and that no step changes; kept on the request."""
+        return None
+
+    def prepare_pos_cond_kwargs(
+        self, batch: Req, latent_model_input: Tensor, t: Tensor, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The denoiser's ``forward`` arguments for the prompt; called on each step.
+
+        ``latent_model_input`` is the scaled latents, ``t`` [B] float32 the scheduler's timestep.
+        """
+        raise PipelineDefinitionError(
+            f"{type(self).__name__} must define prepare_pos_cond_kwargs: the arguments of the "
+            "denoising network's forward() for one step"
+        )
+
+    def prepare_neg_cond_kwargs(
+        self, batch: Req, latent_model_input: Tensor, t: Tensor, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The same for the negative prompt; called only under classifier-free guidance."""
+        raise PipelineDefinitionError(
+            f"{type(self).__name__} must define prepare_neg_cond_kwargs to be used with "
+            "classifier-free guidance"
+        )
+
+    def prepare_latent_shape(self, batch: Req, batch_size: int, num_frames: int) -> tuple[int, ...]:
+        """Shape of the initial noise, before packing."""
+        ratio = self.vae_config.spatial_compression_ratio
+        channels = self.vae_config.latent_channels
+        return (batch_size, channels, batch.height // ratio, batch.width // ratio)
+
+    def maybe_pack_latents(self, latents: Tensor, batch_size: int, batch: Req) -> Tensor:
+        """Latents as the denoiser takes them."""
+        return latents
+
+    def prepare_sigmas(
+        self, sigmas: list[float] | None, num_inference_steps: int
+    ) -> list[float] | None:
+        """The sigmas to hand to the scheduler; None lets the scheduler choose."""
+        return sigmas
+
+    def prepare_extra_set_timesteps_kwargs(
+        self, batch: Req, scheduler_config: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Further arguments of the scheduler's ``set_timesteps`` (e.g. ``mu``)."""
+        return {}
+
+    def post_denoising_loop(self, latents: Tensor, batch: Req) -> Tensor:
+        """Latents as the VAE takes them: undoes `maybe_pack_latents`."""
+        return latents
+
+    def get_decode_scale_and_shift(
+        self, device: torch.device, dtype: torch.dtype, vae: nn.Module
+    ) -> tuple[float | Tensor, float | Tensor]:
+        """``(scale, shift)``: the VAE decodes ``latents / scale + shift``."""
+        shift = self.vae_config.shift_factor
+        return self.vae_config.scaling_factor, 0.0 if shift is None else shift
+
+    # Facts derived from data.
+
+    @property
+    def size_multiple(self) -> int:
+        """Edges of an image must be multiples of this many pixels."""
+        return self.vae_config.spatial_compression_ratio
+
+
+@dataclass
+class ImagePipelineConfig(PipelineConfig):
+    """An image model whose latents are packed into tokens of 2x2 latent pixels, as FLUX does."""
+
+    task_type: ModelTaskType = ModelTaskType.T2I
+
+    @property
+    def size_multiple(self) -> int:
+        """A token covers two latent pixels along an edge."""
+        return 2 * self.vae_config.spatial_compression_ratio
+
+    def maybe_pack_latents(self, latents: Tensor, batch_size: int, batch: Req) -> Tensor:
+        """[B, C, h, w] -> [B, h/2 * w/2, 4C]; channel of a token = 4c + 2dy + dx."""
+        _, channels, height, width = latents.shape
+        grid = latents.view(batch_size, channels, height // 2, 2, width // 2, 2)
+        return grid.permute(0, 2, 4, 1, 3, 5).reshape(batch_size, -1, 4 * channels)
+
+    def post_denoising_loop(self, latents: Tensor, batch: Req) -> Tensor:
+        """[B, h/2 * w/2, 4C] -> [B, C, h, w], by the request's ``raw_latent_shape``."""
+        batch_size, channels, height, width = batch.raw_latent_shape
+        grid = latents.view(batch_size, height // 2, width // 2, channels, 2, 2)
+        return grid.permute(0, 3, 1, 4, 2, 5).reshape(batch_size, channels, height, width)
+
+    def prepare_sigmas(
+        self, sigmas: list[float] | None, num_inference_steps: int
+    ) -> list[float] | None:
+        """Flow matching: N sigmas from 1 down to 1/N in equal steps, unless given."""
+        if sigmas is not None:
+            return sigmas
+        return np.linspace(1.0, 1 / num_inference_steps, num_inference_steps).tolist()
+
+
+def resolution_shift(tokens: int, scheduler_config: Mapping[str, Any]) -> float:
+    """``mu``: the time shift that grows with the number of image tokens, along a line.
+
+    The line goes through (base_image_seq_len, base_shift) and (max_image_seq_len, max_shift) of the
+    scheduler's config, and is not clamped. Stable Diffusion 3 paper (Esser et al. 2024), 5.3.2.
+    """
+    x0 = scheduler_config.get("base_image_seq_len", 256)
+    x1 = scheduler_config.get("max_image_seq_len", 4096)
+    y0 = scheduler_config.get("base_shift", 0.5)
+    y1 = scheduler_config.get("max_shift", 1.15)
+    slope = (y1 - y0) / (x1 - x0)
+    return tokens * slope + (y0 - slope * x0)
+
+
+def get_request_task_type(batch: Req, pipeline_config: PipelineConfig) -> ModelTaskType:
+    """The admitted task of a request; the pipeline's default for callers that resolved none."""
+    return pipeline_config.task_type if batch.task_type is None else batch.task_type
+
+
+def _check_task_inputs(task: ModelTaskType, has_image: bool) -> None:
+    if task.requires_image_input and not has_image:
+        raise InvalidRequest("image_path", None, f"task {task.name} needs an input image")
+    if has_image and not task.accepts_image_input:
+        raise InvalidRequest("image_path", "given", f"task {task.name} takes no input image")

@@ -1,0 +1,168 @@
+"""What a caller may set for one request."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self
+
+from sglang.multimodal_gen.configs.sealed import Sealable
+from sglang.multimodal_gen.configs.task_type import DataType, ModelTaskType
+from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest
+from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
+
+MAX_INFERENCE_STEPS = 1000  # the training grid of every scheduler in use has a thousand steps
+MAX_SEED = 2**63 - 1
+MAX_PROMPT_CHARACTERS = 100_000
+RANDOM_SEED = -1
+
+
+def _setting(default: Any, help: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass
+class SamplingParams(Sealable):
+    """The settings of one request that every family shares.
+
+    A family subclasses this (or `ImageSamplingParams`) as a plain dataclass with its own defaults
+    and, where users can set more, its own fields. Unset optional values are None; 0 is a value.
+
+    Raises:
+        InvalidRequest: on construction, for a value outside its range; names field and value.
+    """
+
+    data_type: ClassVar[DataType] = DataType.VIDEO
+    prompt_optional: ClassVar[bool] = False
+
+    prompt: str | list[str] | None = _setting(None, "What to make; several give several outputs.")
+    negative_prompt: str | None = _setting(
+        None, "What to keep away from; takes effect when classifier-free guidance is on."
+    )
+    seed: int | list[int] | None = _setting(
+        None, "Seed of the first output; output k uses seed + k. Left out or -1: drawn at random."
+    )
+    num_outputs_per_prompt: int = _setting(1, "Outputs for each prompt.")
+    height: int | None = _setting(None, "Height in pixels.")
+    width: int | None = _setting(None, "Width in pixels.")
+    num_inference_steps: int = _setting(50, "Denoising steps.")
+    guidance_scale: float = _setting(1.0, "Guidance strength as the model was trained to take it.")
+    true_cfg_scale: float | None = _setting(
+        None, "Classifier-free guidance with a second forward on the negative prompt; on above 1."
+    )
+    max_sequence_length: int | None = _setting(None, "Text tokens that the prompt is padded to.")
+    task_type: ModelTaskType | str | None = _setting(
+        None, "Task, for models that serve several (e.g. T2I).", choices=tuple(ModelTaskType)
+    )
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Refuse values that no model can serve. Families may extend this."""
+        for prompt in self.prompts:
+            _check_text("prompt", prompt)
+        if self.negative_prompt is not None:
+            _check_text("negative_prompt", self.negative_prompt)
+        _check_seed(self.seed)
+        _check_number("num_outputs_per_prompt", self.num_outputs_per_prompt, int, low=1)
+        _check_number("num_inference_steps", self.num_inference_steps, int, low=1,
+                      high=MAX_INFERENCE_STEPS)  # fmt: skip
+        _check_number("guidance_scale", self.guidance_scale, float, low=0)
+        for name in ("height", "width", "max_sequence_length"):
+            _check_optional(name, getattr(self, name), int, low=1)
+        _check_optional("true_cfg_scale", self.true_cfg_scale, float, low=0)
+        if self.task_type is not None:
+            try:
+                ModelTaskType.parse(self.task_type)
+            except ValueError as error:
+                raise InvalidRequest("task_type", self.task_type, str(error)) from None
+
+    @property
+    def prompts(self) -> list[str]:
+        """The prompts as a list; empty when none was given."""
+        if self.prompt is None:
+            return []
+        return list(self.prompt) if isinstance(self.prompt, (list, tuple)) else [self.prompt]
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        """The names a request may use, in order."""
+        return [f.name for f in fields(cls)]
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any], *, source: str = "request") -> Self:
+        """Build from names and values.
+
+        Raises:
+            InvalidRequest: a name is unknown (the nearest one is offered) or a value is refused.
+        """
+        known = cls.field_names()
+        for name, value in values.items():
+            if name not in known:
+                raise InvalidRequest(
+                    name,
+                    value,
+                    f"unknown sampling field in the {source}.{did_you_mean(name, known)} "
+                    f"{cls.__name__} takes: {', '.join(known)}",
+                )
+        return cls(**values)
+
+
+@dataclass
+class ImageSamplingParams(SamplingParams):
+    """The settings of a request for images."""
+
+    data_type: ClassVar[DataType] = DataType.IMAGE
+
+    image_path: str | list[str] | None = _setting(
+        None, "Input image(s), for models that take them."
+    )
+
+
+def is_blank(text: str) -> bool:
+    """Whether a text shows nothing: white space, control and zero-width characters only."""
+    return all(c.isspace() or unicodedata.category(c) in ("Cc", "Cf") for c in text)
+
+
+def _check_text(name: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise InvalidRequest(name, text, f"must be text, not {type(text).__name__}")
+    if len(text) > MAX_PROMPT_CHARACTERS:
+        raise InvalidRequest(
+            name, text, f"has {len(text)} characters; at most {MAX_PROMPT_CHARACTERS} are taken"
+        )
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise InvalidRequest(name, text, "holds half of a surrogate pair; send valid Unicode")
+
+
+def _check_seed(seed: object) -> None:
+    seeds = seed if isinstance(seed, (list, tuple)) else [seed]
+    if not seeds:
+        raise InvalidRequest("seed", seed, "an empty list; leave seed out for random ones")
+    for value in seeds:
+        if value is None and seed is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidRequest("seed", seed, "must be a whole number, or a list of them")
+        if value != RANDOM_SEED and not 0 <= value <= MAX_SEED:
+            raise InvalidRequest("seed", seed, f"must lie in 0..{MAX_SEED}, or be -1 for random")
+
+
+def _check_optional(name: str, value: object, kind: type, **bounds: float) -> None:
+    if value is not None:
+        _check_number(name, value, kind, **bounds)
+
+
+def _check_number(
+    name: str, value: object, kind: type, *, low: float, high: float = math.inf
+) -> None:
+    whole = kind is int
+    allowed = (int,) if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, allowed):
+        raise InvalidRequest(name, value, f"must be a {'whole ' if whole else ''}number")
+    if not math.isfinite(value) or not low <= value <= high:
+        span = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+        raise InvalidRequest(name, value, f"must be {span}")

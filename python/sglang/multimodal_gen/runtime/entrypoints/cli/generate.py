@@ -1,0 +1,79 @@
+"""``sglang generate``: load a model, make pictures, write them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sglang.multimodal_gen.runtime.entrypoints.cli.generate_options import (
+    GenerateOptions,
+    read_options,
+)
+from sglang.multimodal_gen.runtime.entrypoints.cli.output_files import (
+    OutputTarget,
+    output_target,
+)
+from sglang.multimodal_gen.runtime.entrypoints.cli.report import (
+    json_line,
+    print_notes,
+    print_times,
+    print_warnings,
+)
+from sglang.multimodal_gen.runtime.utils.terminal_progress import TerminalProgress
+
+if TYPE_CHECKING:
+    from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import (
+        DiffGenerator,
+        GenerationResult,
+    )
+    from sglang.multimodal_gen.runtime.server_args import ServerArgs
+    from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit code.
+
+    Standard output carries the result alone, paths or JSON; all else goes to standard error.
+    """
+    options = read_options(argv)
+    if options is None:
+        return 0
+    target = output_target(options.own, options.image_count)
+    logging.basicConfig(stream=sys.stderr)
+    logging.getLogger("sglang").setLevel(options.server.observe.log_level.upper())
+    result = _generate(options)
+    _tell(options, result, target)
+    return 0
+
+
+def open_generator(args: ServerArgs, progress: ProgressListener | None) -> DiffGenerator:
+    """Load the model. torch is imported here, after everything that needs no torch was checked."""
+    from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import DiffGenerator
+
+    return DiffGenerator.from_server_args(args, progress=progress)
+
+
+def _generate(options: GenerateOptions) -> GenerationResult:
+    with TerminalProgress() as bars:
+        listener = None if options.own.quiet else bars
+        with open_generator(options.server, listener) as generator:
+            if not options.own.quiet:
+                print_notes(generator.notes, sys.stderr)
+            prompts = {"prompt": list(options.prompts)} if options.prompts else {}
+            return generator.generate(progress=listener, **prompts, **options.sampling)
+
+
+def _tell(options: GenerateOptions, result: GenerationResult, target: OutputTarget) -> None:
+    """Write the pictures and print what was asked for."""
+    paths = []
+    for path in target.write(result, metadata=options.own.save_metadata):
+        paths.append(path)
+        if not options.own.json:
+            print(path, flush=True)
+    if options.own.json:
+        print(json_line(result, paths), flush=True)
+    print_warnings(result.warnings, sys.stderr)
+    if not options.own.quiet:
+        print_times(result, sys.stderr)

@@ -1,0 +1,123 @@
+"""``sglang models``: which families and paths are known; ``explain`` shows a pipeline's stages."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import sglang.multimodal_gen
+from sglang.multimodal_gen.runtime.server_args.parser import FlagParser
+
+_WIDE = 200  # columns where nobody watches: a log or a pipe should get whole names
+
+
+def run(argv: Sequence[str]) -> int:
+    """List models, or explain one; returns the exit code."""
+    if argv and argv[0] == "explain":
+        return _explain(argv[1:])
+    parser = FlagParser(
+        "sglang models",
+        "List the model families and paths known.",
+        usage="sglang models [--json]\n       sglang models explain NAME [--json]",
+    )
+    parser.add_switch("--json", "Print one line of JSON.")
+    said = parser.parse(argv)
+    if "help" in said:
+        parser.print_help()
+        return 0
+    _list(as_json="json" in said)
+    return 0
+
+
+def bundled_models() -> list[str]:
+    """The names of the models that ship inside this package."""
+    folder = Path(sglang.multimodal_gen.__file__).parent / "bundled"
+    return sorted(index.parent.name for index in folder.glob("*/model_index.json"))
+
+
+def _list(*, as_json: bool) -> None:
+    from sglang.multimodal_gen.registry import known_models
+
+    models = known_models()
+    if as_json:
+        rows = [
+            {
+                "pipeline": known.pipeline,
+                "paths": list(known.paths),
+                "task_types": list(known.task_types),
+                "sampling_params": known.sampling_params.__name__,
+                "pipeline_config": known.pipeline_config.__name__,
+            }
+            for known in models
+        ]
+        print(json.dumps({"models": rows, "bundled": bundled_models()}))
+        return
+    _print_table(
+        ("pipeline", "model path", "tasks", "sampling params"),
+        (
+            (
+                known.pipeline,
+                "\n".join(known.paths),
+                ", ".join(known.task_types),
+                known.sampling_params.__name__,
+            )
+            for known in models
+        ),
+    )
+    bundled = bundled_models()
+    print(f"bundled: {', '.join(bundled) if bundled else 'none'}")
+    print("Other checkpoints of these families load by folder or Hugging Face id.")
+
+
+def _explain(argv: Sequence[str]) -> int:
+    parser = FlagParser(
+        "sglang models explain",
+        "Show a pipeline's stages in running order, with the fields they read and write.",
+        usage="sglang models explain NAME [--json]",
+    )
+    # Optional for argparse only, so that --help works alone.
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="A pipeline's name, or a model path."
+    )
+    parser.add_switch("--json", "Print one line of JSON.")
+    said = vars(parser.parse(argv))
+    if "help" in said:
+        parser.print_help()
+        return 0
+    if said.get("name") is None:
+        parser.error("which one? Give a name that 'sglang models' lists.")
+    from sglang.multimodal_gen.registry import explain
+
+    rows = explain(said["name"])
+    if "json" in said:
+        print(json.dumps([dataclasses.asdict(row) for row in rows]))
+        return 0
+    _print_table(
+        ("stage", "class", "role", "reads", "writes"),
+        (
+            (row.name, row.class_name, row.role, _fields(row.reads), _fields(row.writes))
+            for row in rows
+        ),
+    )
+    return 0
+
+
+def _fields(names: Sequence[str] | None) -> str:
+    return "(undeclared)" if names is None else ", ".join(names) or "-"
+
+
+def _print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console(width=None if sys.stdout.isatty() else _WIDE).print(table)

@@ -1,0 +1,72 @@
+"""What ``sglang generate`` tells at the end: one line of JSON for programs, a table for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import GenerationResult
+
+
+def json_line(result: GenerationResult, paths: Sequence[Path]) -> str:
+    """The result as one line of ASCII JSON."""
+    images = [
+        {
+            "path": str(path),
+            "prompt": image.prompt,
+            "seed": image.seed,
+            "width": image.array.shape[1],
+            "height": image.array.shape[0],
+        }
+        for image, path in zip(result.images, paths, strict=True)
+    ]
+    summary = {
+        "images": images,
+        "timings": result.timings,
+        "load_seconds": result.load_seconds,
+        "peak_memory_mb": result.peak_memory_mb,
+        "warnings": result.warnings,
+        "model": result.model,
+        "parameters": result.parameters,
+    }
+    return json.dumps(summary, default=str)
+
+
+def print_notes(notes: Iterable[str], stream: TextIO) -> None:
+    """The choices that were made for the user, each once."""
+    _print_marked("note", "dim", notes, stream)
+
+
+def print_warnings(warnings: Iterable[str], stream: TextIO) -> None:
+    """What the user should know about the result, each once, in yellow on a terminal."""
+    _print_marked("warning", "yellow", warnings, stream)
+
+
+def print_times(result: GenerationResult, stream: TextIO) -> None:
+    """Seconds by stage, in running order, and the memory that it took."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    rows = {"load": result.load_seconds, **result.timings}
+    for name, seconds in rows.items():
+        table.add_row(Text(name), f"{seconds:.2f} s")
+    table.add_row("total", f"{sum(rows.values()):.2f} s", style="bold")
+    table.add_row("peak memory", f"{result.peak_memory_mb:.0f} MiB")
+    Console(file=stream).print(table)
+
+
+def _print_marked(word: str, style: str, sentences: Iterable[str], stream: TextIO) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=stream, soft_wrap=True, highlight=False)
+    for sentence in dict.fromkeys(sentences):
+        # A Text, since a sentence may quote a prompt with [brackets].
+        console.print(Text(f"{word}: {sentence}", style=style))

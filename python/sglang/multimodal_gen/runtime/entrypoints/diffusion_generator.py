@@ -1,0 +1,255 @@
+"""The Python door: load a model, ask it for pictures, in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from PIL import Image
+
+from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
+from sglang.multimodal_gen.runtime.entrypoints.result_files import save_images
+from sglang.multimodal_gen.runtime.managers.worker import Worker
+from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
+    ComposedPipelineBase,
+)
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import (
+    OutputBatch,
+    Req,
+    RequestControl,
+)
+from sglang.multimodal_gen.runtime.platforms.device import device_facts
+from sglang.multimodal_gen.runtime.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.server_args.resolve import resolve
+from sglang.multimodal_gen.runtime.utils.errors import UserError
+from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent, ProgressListener
+
+if TYPE_CHECKING:
+    from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
+
+
+@dataclass(frozen=True)
+class GeneratedImage:
+    """One picture: uint8 [H, W, 3], and what made it."""
+
+    array: np.ndarray
+    prompt: str
+    seed: int
+
+    @cached_property
+    def image(self) -> Image.Image:
+        """The picture for Pillow (and for a notebook to show)."""
+        return Image.fromarray(self.array)
+
+    def _repr_png_(self) -> bytes | None:
+        return self.image._repr_png_()
+
+
+@dataclass(frozen=True)
+class GenerationResult(Sequence[GeneratedImage]):
+    """The pictures of one call, in order: a sequence, with what the call cost.
+
+    ``timings`` are seconds by stage summed over batches; ``peak_memory_mb`` is the device's peak in
+    MiB (CPU: the process's); ``parameters`` are the settings that were in force.
+    """
+
+    images: list[GeneratedImage]
+    timings: dict[str, float]
+    load_seconds: float
+    peak_memory_mb: float
+    warnings: list[str]
+    model: str
+    parameters: dict[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> GeneratedImage:  # type: ignore[override]
+        return self.images[index]
+
+    def __iter__(self) -> Iterator[GeneratedImage]:
+        return iter(self.images)
+
+    def save(self, path: str | Path, *, metadata: bool = True) -> list[Path]:
+        """Write the pictures into a folder, or a single one to a file; returns the paths.
+
+        In a folder, names are made of time and seed and avoid every existing file; a file that you
+        name is replaced. With ``metadata`` each holds its prompt, seed, model and settings.
+
+        Raises:
+            OutputError: the place cannot be written; nothing half-written stays.
+        """
+        return save_images(
+            self.images,
+            Path(path),
+            model=self.model,
+            parameters=self.parameters,
+            metadata=metadata,
+        )
+
+
+class DiffGenerator:
+    """A loaded model that makes pictures. Use `from_pretrained`; close it, or use ``with``.
+
+    One process, no sockets: safe in a notebook. Not for use from several threads at once.
+    """
+
+    def __init__(self, worker: Worker, *, notes: Sequence[str] = (), load_seconds: float) -> None:
+        self._worker: Worker | None = worker
+        self.notes = tuple(notes)
+        """One sentence for each choice that was made for the caller."""
+        self.load_seconds = load_seconds
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_path: str = "demo",
+        *,
+        pipeline_config: PipelineConfig | Mapping[str, Any] | None = None,
+        progress: ProgressListener | None = None,
+        **server_args: Any,
+    ) -> Self:
+        """Load a model.
+
+        Args:
+            model_path: bundled name, local folder in the Diffusers layout, or hub id.
+            pipeline_config: settings of the family's `PipelineConfig`, e.g.
+                ``{"vae_precision": "fp32"}``.
+            progress: hears about loading, in bytes.
+            server_args: any flat server argument, e.g. ``device="cpu"``, ``precision="fp32"``.
+
+        Raises:
+            UserError: an argument is unknown or cannot be honoured, or the model is not found.
+            CheckpointError: the checkpoint is incomplete or damaged.
+        """
+        args = ServerArgs.from_flat(model_path=model_path, **server_args)
+        return cls.from_server_args(args, pipeline_config=pipeline_config, progress=progress)
+
+    @classmethod
+    def from_server_args(
+        cls,
+        server_args: ServerArgs,
+        *,
+        pipeline_config: PipelineConfig | Mapping[str, Any] | None = None,
+        progress: ProgressListener | None = None,
+    ) -> Self:
+        """Load the model that the arguments name; raises as `from_pretrained`."""
+        start = time.perf_counter()
+        resolution = resolve(server_args, device_facts())
+        worker = Worker(resolution.args, pipeline_config=pipeline_config, progress=progress)
+        return cls(worker, notes=resolution.notes, load_seconds=time.perf_counter() - start)
+
+    def generate(
+        self,
+        sampling_params_kwargs: Mapping[str, Any] | None = None,
+        *,
+        progress: ProgressListener | None = None,
+        **sampling_params: Any,
+    ) -> GenerationResult:
+        """Make pictures.
+
+        Args:
+            sampling_params_kwargs: sampling fields as a mapping.
+            progress: called after each denoising step; raising from it stops the work.
+            sampling_params: sampling fields by name: ``prompt`` (text or a list), ``seed``,
+                ``num_outputs_per_prompt``, ``height``, ``width``, ``num_inference_steps``,
+                ``guidance_scale``, ``negative_prompt``, ``true_cfg_scale``, ...
+
+        Raises:
+            InvalidRequest: a field is unknown or a value does not fit the model.
+        """
+        worker = self._open()
+        params = worker.sampling_params({**(sampling_params_kwargs or {}), **sampling_params})
+        batches = worker.admit(params)
+        counter = _WholeCallProgress(progress, batches)
+        outputs = [worker.run(counter.watch(index, batch)) for index, batch in enumerate(batches)]
+        return _merge(outputs, batches[0].request, worker.model_name, self.load_seconds)
+
+    @property
+    def pipeline(self) -> ComposedPipelineBase:
+        """The pipeline behind this generator, for inspection."""
+        return self._open().pipeline
+
+    def close(self) -> None:
+        """Let go of the model and its memory; the generator cannot be used afterwards."""
+        self._worker = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self) -> Worker:
+        if self._worker is None:
+            raise UserError("this DiffGenerator is closed; load the model again")
+        return self._worker
+
+
+class _WholeCallProgress:
+    """Turns the progress of single batches into that of the whole call."""
+
+    def __init__(self, listener: ProgressListener | None, batches: Sequence[Req]) -> None:
+        self.listener = listener
+        self.batches = batches
+
+    def watch(self, index: int, batch: Req) -> Req:
+        """The batch, reporting how far the whole call has come."""
+        listener = self.listener
+        if listener is None:
+            return batch
+
+        def report(event: ProgressEvent) -> None:
+            units = [b.batch_size if event.phase == "decode" else event.total for b in self.batches]
+            done, total = sum(units[:index]) + event.done, sum(units)
+            listener(dataclasses.replace(event, done=done, total=total))
+
+        batch.control = RequestControl(report, batch.control.cancelled)
+        return batch
+
+
+def _merge(
+    outputs: Sequence[OutputBatch], params: SamplingParams, model: str, load_seconds: float
+) -> GenerationResult:
+    images, timings, warnings = [], {}, []
+    for output in outputs:
+        pixels = (output.output * 255).round().byte().permute(0, 2, 3, 1).numpy()
+        images += [
+            GeneratedImage(np.ascontiguousarray(array), prompt, seed)
+            for array, prompt, seed in zip(pixels, output.prompt, output.seeds, strict=True)
+        ]
+        for stage, seconds in output.timings.items():
+            timings[stage] = timings.get(stage, 0.0) + seconds
+        warnings += [w for w in output.warnings if w not in warnings]
+    return GenerationResult(
+        images=images,
+        timings=timings,
+        load_seconds=load_seconds,
+        peak_memory_mb=max(output.peak_memory_mb for output in outputs),
+        warnings=warnings,
+        model=model,
+        parameters=_parameters(params),
+    )
+
+
+def _parameters(params: SamplingParams) -> dict[str, Any]:
+    """The settings in force, without what each image carries itself (prompt and seed)."""
+    values = {
+        name: getattr(params, name)
+        for name in params.field_names()
+        if name not in ("prompt", "seed")
+    }
+    values["task_type"] = getattr(values["task_type"], "name", values["task_type"])
+    return {name: value for name, value in values.items() if value is not None}

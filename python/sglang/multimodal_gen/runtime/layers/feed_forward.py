@@ -1,0 +1,36 @@
+"""Position-wise feed-forward networks with the names of Diffusers' checkpoints."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class GELUProjection(nn.Module):
+    """A linear and the tanh approximation of GELU; checkpoint name ``proj``."""
+
+    def __init__(self, dim: int, inner_dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(dim, inner_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] -> [..., inner_dim]."""
+        return F.gelu(self.proj(x), approximate="tanh")
+
+
+class FeedForward(nn.Module):
+    """Linear, GELU (tanh), linear; checkpoint names ``net.0.proj`` and ``net.2``."""
+
+    def __init__(self, dim: int, expansion: int = 4) -> None:
+        super().__init__()
+        inner_dim = expansion * dim
+        # Position 1 is the reference's dropout, which has no weights.
+        self.net = nn.ModuleList(
+            [GELUProjection(dim, inner_dim), nn.Identity(), nn.Linear(inner_dim, dim)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim]."""
+        for layer in self.net:
+            x = layer(x)
+        return x

@@ -1,0 +1,28 @@
+"""Text encoders: Transformers' modules, configured by their ``config.json``."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
+    ComponentSpec,
+    NeuralComponentLoader,
+)
+
+
+class TextEncoderLoader(NeuralComponentLoader):
+    """Builds ``cls(cls.config_class(**config))``, and ties weights as the class does."""
+
+    def architecture(self, spec: ComponentSpec) -> str:
+        """``model_index.json``'s class: the one that the pipeline uses (encoder only)."""
+        return spec.architecture or super().architecture(spec)
+
+    def build(self, cls: type, spec: ComponentSpec) -> nn.Module:
+        """The module on meta; registered classes with plain constructors work too."""
+        config_class = getattr(cls, "config_class", None)
+        if config_class is None:
+            return super().build(cls, spec)
+        module = cls(config_class(**spec.config))
+        if hasattr(module, "tie_weights"):
+            module.tie_weights()
+        return module

@@ -1,0 +1,171 @@
+"""All components of a pipeline: who loads each, in which precision, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang.multimodal_gen.runtime.loader.checkpoint import find_checkpoint
+from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
+    ComponentLoader,
+    ComponentSpec,
+    LoadedComponent,
+    NeuralComponentLoader,
+)
+from sglang.multimodal_gen.runtime.loader.component_loaders.file_loaders import (
+    SchedulerLoader,
+    TokenizerLoader,
+)
+from sglang.multimodal_gen.runtime.loader.component_loaders.text_encoder_loader import (
+    TextEncoderLoader,
+)
+from sglang.multimodal_gen.runtime.loader.json_file import read_json_object
+from sglang.multimodal_gen.runtime.loader.model_source import ModelSource
+from sglang.multimodal_gen.runtime.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.utils.errors import (
+    CheckpointError,
+    InvalidArgument,
+    PipelineDefinitionError,
+)
+from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent, ProgressListener
+from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
+
+LOADERS: Mapping[str, type[ComponentLoader]] = {
+    "transformer": NeuralComponentLoader,
+    "text_encoder": TextEncoderLoader,
+    "image_encoder": TextEncoderLoader,
+    "vae": NeuralComponentLoader,
+    "scheduler": SchedulerLoader,
+    "tokenizer": TokenizerLoader,
+}
+"""Role -> its default loader."""
+
+
+def role_of(component: str) -> str:
+    """``text_encoder_2`` plays the role ``text_encoder``."""
+    base, _, number = component.rpartition("_")
+    return base if base and number.isdigit() else component
+
+
+def read_component_configs(
+    source: ModelSource, names: Mapping[str, str], server_args: ServerArgs
+) -> dict[str, dict[str, Any]]:
+    """Component name -> its ``config.json``, for those that have one.
+
+    ``names`` maps a pipeline's component names to those of ``model_index.json``.
+    """
+    configs = {}
+    for name, key in names.items():
+        path = _path(source, name, key, server_args) / "config.json"
+        if path.is_file():
+            configs[name] = read_json_object(path)
+    return configs
+
+
+def load_components(
+    source: ModelSource,
+    names: Mapping[str, str],
+    server_args: ServerArgs,
+    loaders: Mapping[str, type[ComponentLoader]],
+    progress: ProgressListener | None = None,
+) -> dict[str, LoadedComponent]:
+    """Load components, the largest first, so that memory runs out early if it does.
+
+    Every component's files are looked at before the first is loaded. ``progress`` counts the bytes
+    of all of them together.
+
+    Raises:
+        CheckpointError: a component is missing, damaged or does not fit.
+        InvalidArgument: a component argument names no component of this pipeline.
+    """
+    _check_names(names, server_args)
+    specs = {name: _spec(source, name, key, server_args) for name, key in names.items()}
+    chosen = {name: _loader(name, loaders) for name in names}
+    sizes = {
+        name: find_checkpoint(specs[name].path).total_bytes
+        if isinstance(chosen[name], NeuralComponentLoader) and specs[name].path.is_dir()
+        else 0
+        for name in names
+    }
+    total, before = sum(sizes.values()), 0
+    loaded = {}
+    for name in sorted(names, key=lambda n: (-sizes[n], n)):
+        loaded[name] = chosen[name].load(specs[name], _shared(progress, before, total))
+        before += sizes[name]
+    return {name: loaded[name] for name in names}
+
+
+def _shared(
+    progress: ProgressListener | None, before: int, total: int
+) -> ProgressListener | None:
+    """One component's progress, counted as part of all components' bytes."""
+    if progress is None:
+        return None
+    return lambda event: progress(
+        ProgressEvent("load", before + event.done, total, event.label)
+    )
+
+
+def _loader(name: str, loaders: Mapping[str, type[ComponentLoader]]) -> ComponentLoader:
+    cls = loaders.get(name) or LOADERS.get(role_of(name))
+    if cls is None:
+        raise PipelineDefinitionError(
+            f"component {name!r} has no default loader.{did_you_mean(role_of(name), LOADERS)} "
+            f"Roles with one: {', '.join(LOADERS)}; choose another in `component_loaders`"
+        )
+    return cls()
+
+
+def _spec(source: ModelSource, name: str, key: str, server_args: ServerArgs) -> ComponentSpec:
+    entry = source.components.get(key)
+    if entry is None and name not in server_args.model.component_paths:
+        raise CheckpointError(
+            f"{source.root / 'model_index.json'} has no component {key!r}, which this pipeline "
+            f"needs; it has {', '.join(source.components) or 'none'}"
+        )
+    library, architecture = entry or (None, None)
+    return ComponentSpec(
+        name=name,
+        path=_path(source, name, key, server_args),
+        library=library,
+        architecture=architecture,
+        precision=_precision(name, server_args),
+        device=server_args.platform.device,
+    )
+
+
+def _path(source: ModelSource, name: str, key: str, server_args: ServerArgs) -> Path:
+    replaced = server_args.model.component_paths.get(name)
+    return source.root / key if replaced is None else Path(replaced).expanduser()
+
+
+def _precision(name: str, server_args: ServerArgs) -> str:
+    """What was said for this component, else for all, else what the family's config says."""
+    model, config = server_args.model, server_args.pipeline_config
+    if name in model.component_precisions:
+        return model.component_precisions[name]
+    if model.precision not in ("config", "auto") or config is None:
+        return "fp32" if model.precision in ("config", "auto") else model.precision
+    role = role_of(name)
+    if role == "vae":
+        return config.vae_precision
+    if role == "text_encoder":
+        suffix = name.removeprefix("text_encoder").removeprefix("_")
+        index = int(suffix) - 1 if suffix else 0
+        precisions = config.text_encoder_precisions
+        return precisions[min(index, len(precisions) - 1)]
+    return config.dit_precision
+
+
+def _check_names(names: Mapping[str, str], server_args: ServerArgs) -> None:
+    model = server_args.model
+    for field in ("component_paths", "component_precisions"):
+        for name, value in getattr(model, field).items():
+            if name not in names:
+                raise InvalidArgument(
+                    f"{field}.{name}",
+                    value,
+                    f"this pipeline has no such component.{did_you_mean(name, names)} "
+                    f"It has: {', '.join(names)}",
+                )

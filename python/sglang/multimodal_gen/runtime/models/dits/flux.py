@@ -1,0 +1,256 @@
+"""FLUX.1: a rectified-flow transformer of double-stream, then single-stream blocks.
+
+Architecture: Black Forest Labs, FLUX.1 (2024). Reference class and checkpoint names: Diffusers'
+``FluxTransformer2DModel``.
+
+Legend: B batch, S sequence (text first, then image), T text tokens, N image tokens, D model width,
+H heads, d head width, P pooled width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sglang.multimodal_gen.runtime.layers.attention.usp import USPAttention
+from sglang.multimodal_gen.runtime.layers.embeddings import (
+    SINUSOID_CHANNELS,
+    EmbeddingMLP,
+    sinusoid,
+)
+from sglang.multimodal_gen.runtime.layers.feed_forward import FeedForward
+from sglang.multimodal_gen.runtime.layers.modulation import (
+    AdaLayerNormContinuous,
+    AdaLayerNormZero,
+    add_gated,
+    norm_modulate,
+)
+from sglang.multimodal_gen.runtime.layers.rotary_embedding import (
+    Rotary,
+    axial_rotary,
+    rotate_pairs,
+)
+
+ROPE_THETA = 10_000.0
+QK_NORM_EPS = 1e-6
+
+
+class FluxTimeTextEmbed(nn.Module):
+    """One vector for time, guidance (distilled checkpoints) and the pooled prompt."""
+
+    def __init__(self, dim: int, pooled_dim: int, guidance_embeds: bool) -> None:
+        super().__init__()
+        self.timestep_embedder = EmbeddingMLP(SINUSOID_CHANNELS, dim)
+        if guidance_embeds:
+            self.guidance_embedder = EmbeddingMLP(SINUSOID_CHANNELS, dim)
+        self.text_embedder = EmbeddingMLP(pooled_dim, dim)
+
+    def forward(self, time_B: Tensor, guidance_B: Tensor | None, pooled_BP: Tensor) -> Tensor:
+        """[B, D]; time and guidance are already multiplied by 1000."""
+        dtype = pooled_BP.dtype
+        temb_BD = self.timestep_embedder(sinusoid(time_B).to(dtype))
+        if guidance_B is not None:
+            temb_BD = temb_BD + self.guidance_embedder(sinusoid(guidance_B).to(dtype))
+        return temb_BD + self.text_embedder(pooled_BP)
+
+
+class FluxAttention(nn.Module):
+    """Projections and per-head q/k norms; joint over both streams where there are two."""
+
+    def __init__(self, dim: int, head_dim: int, double_stream: bool) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.norm_q = nn.RMSNorm(head_dim, eps=QK_NORM_EPS)
+        self.norm_k = nn.RMSNorm(head_dim, eps=QK_NORM_EPS)
+        self.to_q = nn.Linear(dim, dim)
+        self.to_k = nn.Linear(dim, dim)
+        self.to_v = nn.Linear(dim, dim)
+        if double_stream:
+            self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
+            self.norm_added_q = nn.RMSNorm(head_dim, eps=QK_NORM_EPS)
+            self.norm_added_k = nn.RMSNorm(head_dim, eps=QK_NORM_EPS)
+            self.add_q_proj = nn.Linear(dim, dim)
+            self.add_k_proj = nn.Linear(dim, dim)
+            self.add_v_proj = nn.Linear(dim, dim)
+            self.to_add_out = nn.Linear(dim, dim)
+        self.attend = USPAttention()
+
+    def forward(self, x_BSD: Tensor, rotary: Rotary) -> Tensor:
+        """Self-attention of one stream, without output projection; [B, S, D]."""
+        q, k, v = (self._heads(f(x_BSD)) for f in (self.to_q, self.to_k, self.to_v))
+        q = rotate_pairs(self.norm_q(q), rotary)
+        k = rotate_pairs(self.norm_k(k), rotary)
+        return self.attend(q, k, v).flatten(2)
+
+    def joint(self, image_BND: Tensor, text_BTD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Attention over text and image together; each stream has its own projections."""
+        q, k, v = (self._heads(f(image_BND)) for f in (self.to_q, self.to_k, self.to_v))
+        text_q, text_k, text_v = (
+            self._heads(f(text_BTD)) for f in (self.add_q_proj, self.add_k_proj, self.add_v_proj)
+        )
+        q = torch.cat((self.norm_added_q(text_q), self.norm_q(q)), dim=1)
+        k = torch.cat((self.norm_added_k(text_k), self.norm_k(k)), dim=1)
+        v = torch.cat((text_v, v), dim=1)
+        out_BSD = self.attend(rotate_pairs(q, rotary), rotate_pairs(k, rotary), v).flatten(2)
+        text_length = text_BTD.shape[1]
+        text_out, image_out = out_BSD[:, :text_length], out_BSD[:, text_length:]
+        return self.to_out[0](image_out), self.to_add_out(text_out)
+
+    def _heads(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD.unflatten(-1, (-1, self.head_dim))
+
+
+class FluxTransformerBlock(nn.Module):
+    """Double-stream block: text and image have their own weights and meet in attention."""
+
+    def __init__(self, dim: int, head_dim: int) -> None:
+        super().__init__()
+        self.norm1 = AdaLayerNormZero(dim, count=2)
+        self.norm1_context = AdaLayerNormZero(dim, count=2)
+        self.attn = FluxAttention(dim, head_dim, double_stream=True)
+        self.ff = FeedForward(dim)
+        self.ff_context = FeedForward(dim)
+
+    def forward(
+        self, image_BND: Tensor, text_BTD: Tensor, silu_temb_BD: Tensor, rotary: Rotary
+    ) -> tuple[Tensor, Tensor]:
+        """One block on both streams."""
+        attn_mod, ff_mod = self.norm1(silu_temb_BD)
+        text_attn_mod, text_ff_mod = self.norm1_context(silu_temb_BD)
+
+        # Joint attention.
+        image_out, text_out = self.attn.joint(
+            norm_modulate(image_BND, attn_mod.shift, attn_mod.scale),
+            norm_modulate(text_BTD, text_attn_mod.shift, text_attn_mod.scale),
+            rotary,
+        )
+        image_BND = add_gated(image_BND, attn_mod.gate, image_out)
+        text_BTD = add_gated(text_BTD, text_attn_mod.gate, text_out)
+
+        # Feed-forward.
+        image_ff = self.ff(norm_modulate(image_BND, ff_mod.shift, ff_mod.scale))
+        text_ff = self.ff_context(norm_modulate(text_BTD, text_ff_mod.shift, text_ff_mod.scale))
+        image_BND = add_gated(image_BND, ff_mod.gate, image_ff)
+        text_BTD = add_gated(text_BTD, text_ff_mod.gate, text_ff)
+        return image_BND, _within_fp16(text_BTD)
+
+
+class FluxSingleTransformerBlock(nn.Module):
+    """Single-stream block: attention and feed-forward side by side, one output projection."""
+
+    def __init__(self, dim: int, head_dim: int, mlp_ratio: int = 4) -> None:
+        super().__init__()
+        self.norm = AdaLayerNormZero(dim, count=1)
+        self.proj_mlp = nn.Linear(dim, mlp_ratio * dim)
+        self.proj_out = nn.Linear(dim + mlp_ratio * dim, dim)
+        self.attn = FluxAttention(dim, head_dim, double_stream=False)
+
+    def forward(self, x_BSD: Tensor, silu_temb_BD: Tensor, rotary: Rotary) -> Tensor:
+        """One block on the joint sequence."""
+        (mod,) = self.norm(silu_temb_BD)
+        normed = norm_modulate(x_BSD, mod.shift, mod.scale)
+        mlp = F.gelu(self.proj_mlp(normed), approximate="tanh")
+        out_BSD = self.proj_out(torch.cat((self.attn(normed, rotary), mlp), dim=-1))
+        return _within_fp16(add_gated(x_BSD, mod.gate, out_BSD))
+
+
+class FluxTransformer2DModel(nn.Module):
+    """The FLUX.1 denoiser: predicts the flow's velocity at each packed latent token.
+
+    Arguments are those of the checkpoint's ``config.json``.
+    """
+
+    def __init__(
+        self,
+        patch_size: int = 1,
+        in_channels: int = 64,
+        out_channels: int | None = None,
+        num_layers: int = 19,
+        num_single_layers: int = 38,
+        attention_head_dim: int = 128,
+        num_attention_heads: int = 24,
+        joint_attention_dim: int = 4096,
+        pooled_projection_dim: int = 768,
+        guidance_embeds: bool = False,
+        axes_dims_rope: Sequence[int] = (16, 56, 56),
+    ) -> None:
+        super().__init__()
+        if sum(axes_dims_rope) != attention_head_dim:
+            raise ValueError(
+                f"axes_dims_rope={tuple(axes_dims_rope)} must add up to attention_head_dim="
+                f"{attention_head_dim}; check the transformer's config.json"
+            )
+        dim = num_attention_heads * attention_head_dim
+        out_channels = in_channels if out_channels is None else out_channels
+        self.axes_dims_rope = tuple(axes_dims_rope)
+        self.guidance_embeds = guidance_embeds
+        self.time_text_embed = FluxTimeTextEmbed(dim, pooled_projection_dim, guidance_embeds)
+        self.context_embedder = nn.Linear(joint_attention_dim, dim)
+        self.x_embedder = nn.Linear(in_channels, dim)
+        self.transformer_blocks = nn.ModuleList(
+            FluxTransformerBlock(dim, attention_head_dim) for _ in range(num_layers)
+        )
+        self.single_transformer_blocks = nn.ModuleList(
+            FluxSingleTransformerBlock(dim, attention_head_dim) for _ in range(num_single_layers)
+        )
+        self.norm_out = AdaLayerNormContinuous(dim, dim)
+        self.proj_out = nn.Linear(dim, patch_size * patch_size * out_channels)
+
+    def rotary_embedding(self, text_length: int, height: int, width: int) -> Rotary:
+        """Angles of the joint sequence for an image of ``height`` x ``width`` packed tokens.
+
+        Text stands at (0, 0, 0), which does not rotate; image token (y, x) stands at (0, y, x).
+        """
+        device = self.x_embedder.weight.device
+        image_ids = torch.zeros(height, width, 3, device=device)
+        image_ids[..., 1] = torch.arange(height, device=device)[:, None]
+        image_ids[..., 2] = torch.arange(width, device=device)
+        text_ids = torch.zeros(text_length, 3, device=device)
+        ids_S3 = torch.cat((text_ids, image_ids.flatten(0, 1)))
+        return axial_rotary(ids_S3, self.axes_dims_rope, ROPE_THETA)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        pooled_projections: Tensor,
+        timestep: Tensor,
+        guidance: Tensor | None = None,
+        *,
+        rotary: Rotary,
+    ) -> Tensor:
+        """Velocity at the image tokens, [B, N, out_channels].
+
+        ``hidden_states`` [B, N, in_channels], ``encoder_hidden_states`` [B, T, text width],
+        ``pooled_projections`` [B, P], ``timestep`` [B] in 0..1, ``guidance`` [B] only for
+        checkpoints with ``guidance_embeds``, ``rotary`` from :meth:`rotary_embedding`.
+        """
+        # Time and guidance are cast *before* the factor 1000 comes back, as in the reference:
+        # bf16 turns a guidance of 3.5 into 3504, and the checkpoint was distilled with that.
+        dtype = hidden_states.dtype
+        time_B = timestep.to(dtype) * 1000
+        guidance_B = None if guidance is None else guidance.to(dtype) * 1000
+        silu_temb_BD = F.silu(self.time_text_embed(time_B, guidance_B, pooled_projections))
+
+        image_BND = self.x_embedder(hidden_states)
+        text_BTD = self.context_embedder(encoder_hidden_states)
+        for block in self.transformer_blocks:
+            image_BND, text_BTD = block(image_BND, text_BTD, silu_temb_BD, rotary)
+
+        x_BSD = torch.cat((text_BTD, image_BND), dim=1)
+        for block in self.single_transformer_blocks:
+            x_BSD = block(x_BSD, silu_temb_BD, rotary)
+
+        image_BND = x_BSD[:, encoder_hidden_states.shape[1] :]
+        return self.proj_out(self.norm_out(image_BND, silu_temb_BD))
+
+
+def _within_fp16(x: Tensor) -> Tensor:
+    """float16 overflows to infinity in late blocks: the reference clips there, and only there."""
+    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
+
+
+EntryClass = FluxTransformer2DModel

@@ -1,0 +1,267 @@
+"""Pipelines: components loaded from a checkpoint, wired into a chain of stages."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
+    ComponentLoader,
+)
+from sglang.multimodal_gen.runtime.loader.components import (
+    load_components,
+    read_component_configs,
+    role_of,
+)
+from sglang.multimodal_gen.runtime.loader.model_source import ModelSource, resolve_model_source
+from sglang.multimodal_gen.runtime.pipelines_core.executors.sync_executor import SyncExecutor
+from sglang.multimodal_gen.runtime.pipelines_core.link import link
+from sglang.multimodal_gen.runtime.pipelines_core.role import RoleType
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch, Req
+from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
+from sglang.multimodal_gen.runtime.pipelines_core.stages import (
+    DecodingStage,
+    DenoisingStage,
+    ImageVAEEncodingStage,
+    InputValidationStage,
+    LatentPreparationStage,
+    TextEncodingStage,
+    TimestepPreparationStage,
+)
+from sglang.multimodal_gen.runtime.platforms.device import peak_memory_mb, reset_peak_memory
+from sglang.multimodal_gen.runtime.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
+from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
+
+Keys = str | Sequence[str] | None
+
+
+class ComposedPipelineBase(ABC):
+    """Base of every native pipeline.
+
+    A family names the components it needs and wires its stages in `create_pipeline_stages`, most
+    of them through the ``add_standard_*`` helpers. Construction loads the components, builds the
+    stages, and checks the chain: a pipeline that exists is one that can run.
+
+    Args:
+        model_path: folder, hub id or bundled name; only used to load what is not given.
+        server_args: resolved arguments with the family's ``pipeline_config`` in them.
+        required_config_modules: replaces the class's list.
+        loaded_modules: components by name that need no loading.
+        executor: runs the stages; in order, in this process, by default.
+        progress: hears about loading, in bytes.
+
+    Raises:
+        CheckpointError: a required component is missing or does not fit.
+        PipelineDefinitionError: the stages do not fit together.
+    """
+
+    pipeline_name: ClassVar[str]
+    """Equals ``_class_name`` in the checkpoint's ``model_index.json``."""
+    _required_config_modules: ClassVar[list[str]] = []
+    _extra_config_module_map: ClassVar[dict[str, str]] = {}
+    """Alias -> the component of ``model_index.json`` it stands for."""
+    component_loaders: ClassVar[dict[str, type[ComponentLoader]]] = {}
+    """Loaders that differ from the default of the component's role, by component name."""
+
+    def __init__(
+        self,
+        model_path: str,
+        server_args: ServerArgs,
+        required_config_modules: Sequence[str] | None = None,
+        loaded_modules: Mapping[str, Any] | None = None,
+        executor: Callable[[Mapping[str, PipelineStage]], SyncExecutor] = SyncExecutor,
+        *,
+        progress: ProgressListener | None = None,
+    ) -> None:
+        if server_args.pipeline_config is None:
+            raise PipelineDefinitionError(
+                f"{type(self).__name__} needs server_args.pipeline_config: the family's data and "
+                "hooks"
+            )
+        self.model_path = model_path
+        self.required_config_modules = list(
+            self._required_config_modules
+            if required_config_modules is None
+            else required_config_modules
+        )
+        self.stages: dict[str, PipelineStage] = {}
+        self.stage_roles: dict[str, RoleType] = {}
+        self.load_timings: dict[str, float] = {}
+        self.modules: dict[str, Any] = {}
+        self.server_args = server_args
+
+        self._load_modules(loaded_modules or {}, progress)
+        self.create_pipeline_stages(self.server_args)
+        link(self.stages)
+        self.executor = executor(self.stages)
+
+    @abstractmethod
+    def create_pipeline_stages(self, server_args: ServerArgs) -> None:
+        """Wire the stages, in running order."""
+
+    # Components.
+
+    def get_module(self, name: str, default: Any = None) -> Any:
+        """A loaded component; ``default`` if this pipeline has none of that name."""
+        return self.modules.get(name, default)
+
+    def add_module(self, name: str, module: Any) -> None:
+        """Put a component in place, for stages wired after this."""
+        self.modules[name] = module
+
+    def _load_modules(self, given: Mapping[str, Any], progress: ProgressListener | None) -> None:
+        self.modules = dict(given)
+        missing = [name for name in self.required_config_modules if name not in given]
+        config = self.server_args.pipeline_config
+        assert config is not None
+        if missing:
+            source: ModelSource = resolve_model_source(
+                self.model_path, self.server_args.model.revision
+            )
+            names = {name: self._extra_config_module_map.get(name, name) for name in missing}
+            config = config.with_checkpoint(read_component_configs(source, names, self.server_args))
+            self.server_args = dataclasses.replace(self.server_args, pipeline_config=config)
+            start = time.perf_counter()
+            loaded = load_components(
+                source, names, self.server_args, self.component_loaders, progress
+            )
+            self.modules |= {name: component.module for name, component in loaded.items()}
+            self.load_timings = {name: component.seconds for name, component in loaded.items()}
+            self.load_timings["total"] = time.perf_counter() - start
+        config.seal()
+
+    # Stages.
+
+    def add_stage(self, stage: PipelineStage, stage_name: str | None = None) -> Self:
+        """Append a stage; its name is its class's unless given.
+
+        Raises:
+            PipelineDefinitionError: the name is taken.
+        """
+        name = type(stage).__name__ if stage_name is None else stage_name
+        if name in self.stages:
+            raise PipelineDefinitionError(
+                f"Duplicate stage name detected: {name!r} in {type(self).__name__}; pass another "
+                "stage_name"
+            )
+        self.stages[name] = stage
+        self.stage_roles.setdefault(name, stage.role_affinity)
+        return self
+
+    def add_stage_factory(
+        self, role_affinity: RoleType, factory: Callable[[], PipelineStage], stage_name: str
+    ) -> Self:
+        """Append the stage that ``factory`` makes, as part of the given role."""
+        self.stage_roles[stage_name] = role_affinity
+        return self.add_stage(factory(), stage_name)
+
+    def get_stage(self, name: str) -> PipelineStage:
+        """A stage by its name.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        return self.stages[name]
+
+    def add_standard_input_validation_stage(self) -> Self:
+        """Generators and input images."""
+        return self.add_stage(InputValidationStage(), "input_validation_stage")
+
+    def add_standard_text_encoding_stage(
+        self, text_encoder_key: Keys = None, tokenizer_key: Keys = None
+    ) -> Self:
+        """Prompts through all text encoders of this pipeline, or through those named."""
+        stage = TextEncodingStage(
+            text_encoders=self._modules_of("text_encoder", text_encoder_key),
+            tokenizers=self._modules_of("tokenizer", tokenizer_key),
+        )
+        return self.add_stage(stage, "text_encoding_stage")
+
+    def add_standard_image_vae_encoding_stage(self, vae_key: str = "vae") -> Self:
+        """Input images to latents."""
+        return self.add_stage(
+            ImageVAEEncodingStage(self.get_module(vae_key)), "image_vae_encoding_stage"
+        )
+
+    def add_standard_latent_preparation_stage(
+        self, scheduler_key: str = "scheduler", transformer_key: str = "transformer"
+    ) -> Self:
+        """Initial noise."""
+        stage = LatentPreparationStage(
+            self.get_module(scheduler_key), self.get_module(transformer_key)
+        )
+        return self.add_stage(stage, "latent_preparation_stage")
+
+    def add_standard_timestep_preparation_stage(self, scheduler_key: str = "scheduler") -> Self:
+        """The schedule."""
+        return self.add_stage(
+            TimestepPreparationStage(self.get_module(scheduler_key)), "timestep_preparation_stage"
+        )
+
+    def add_standard_denoising_stage(
+        self, transformer_key: str = "transformer", scheduler_key: str = "scheduler"
+    ) -> Self:
+        """The loop."""
+        return self.add_stage_factory(
+            RoleType.DENOISER,
+            lambda: DenoisingStage(
+                self.get_module(transformer_key), self.get_module(scheduler_key)
+            ),
+            "denoising_stage",
+        )
+
+    def add_standard_decoding_stage(self, vae_key: str = "vae") -> Self:
+        """Latents to pictures."""
+        return self.add_stage_factory(
+            RoleType.DECODER, lambda: DecodingStage(self.get_module(vae_key)), "decoding_stage"
+        )
+
+    def add_standard_t2i_stages(self) -> Self:
+        """The whole chain from text to image."""
+        self.add_standard_input_validation_stage()
+        self.add_standard_text_encoding_stage()
+        return self._add_from_latents_on()
+
+    def add_standard_ti2i_stages(self) -> Self:
+        """The whole chain from text, and images where the request has them, to image."""
+        self.add_standard_input_validation_stage()
+        self.add_standard_text_encoding_stage()
+        self.add_standard_image_vae_encoding_stage()
+        return self._add_from_latents_on()
+
+    def _add_from_latents_on(self) -> Self:
+        self.add_standard_latent_preparation_stage()
+        self.add_standard_timestep_preparation_stage()
+        self.add_standard_denoising_stage()
+        return self.add_standard_decoding_stage()
+
+    def _modules_of(self, role: str, keys: Keys) -> list[Any]:
+        """The components under ``keys``; by default ``role``, ``role_2``, ... as far as loaded."""
+        if keys is None:
+            keys = [name for name in self.required_config_modules if role_of(name) == role]
+        return [self.get_module(key) for key in ([keys] if isinstance(keys, str) else keys)]
+
+    # Running.
+
+    def forward(self, batch: Req, server_args: ServerArgs) -> OutputBatch:
+        """Carry one batch through all stages.
+
+        Raises:
+            DiffusionError: from a stage; the batch is lost, the pipeline is as before.
+        """
+        device = server_args.platform.device
+        reset_peak_memory(device)
+        batch = self.executor.execute(batch, server_args)
+        return OutputBatch(
+            request_id=batch.request_id,
+            output=batch.output,
+            prompt=batch.prompt,
+            seeds=batch.seeds,
+            timings=batch.timings,
+            peak_memory_mb=peak_memory_mb(device),
+            warnings=batch.warnings,
+        )

@@ -1,0 +1,138 @@
+"""The state of one request on its way through the stages."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import MISSING, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
+from sglang.multimodal_gen.configs.task_type import DataType, ModelTaskType
+from sglang.multimodal_gen.runtime.utils.errors import Cancelled
+from sglang.multimodal_gen.runtime.utils.progress import Phase, ProgressEvent, ProgressListener
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RequestControl:
+    """The caller's end of a running request: hears progress, and can stop it.
+
+    Setting ``cancelled`` ends the request within one denoising step, with `Cancelled`.
+    """
+
+    listener: ProgressListener | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def report(self, phase: Phase, done: int, total: int, label: str) -> None:
+        """Tell the caller how far a phase has come; stop here if asked to."""
+        if self.cancelled.is_set():
+            raise Cancelled(f"stopped by the caller in {label}, {done} of {total}")
+        if self.listener is not None:
+            self.listener(ProgressEvent(phase, done, total, label))
+
+
+def _by_a_stage() -> Any:
+    """A field without a value until a stage writes it; reading it before is an error."""
+    return field(init=False)
+
+
+@dataclass(slots=True, kw_only=True)
+class Req:
+    """One batch of B images that run together; lists of the request have one entry an image.
+
+    Fields with a default, and those that admission fills, can always be read. The others have no
+    value until a stage writes them: reading one too early raises an AttributeError that says so,
+    and the pipeline refuses at build to run a chain in which that could happen.
+    """
+
+    # Request: filled by admission; `request` is the sealed record the rest was taken from.
+    request: SamplingParams
+    request_id: str
+    prompt: list[str]
+    negative_prompt: list[str] | None
+    seeds: list[int]
+    height: int
+    width: int
+    num_inference_steps: int
+    guidance_scale: float
+    true_cfg_scale: float
+    do_classifier_free_guidance: bool
+    num_frames: int = 1
+    max_sequence_length: int | None = None
+    image_path: list[str] = field(default_factory=list)
+    task_type: ModelTaskType | None = None
+    data_type: DataType = DataType.IMAGE
+    control: RequestControl = field(default_factory=RequestControl)
+
+    # Input images.
+    generator: list[torch.Generator] = _by_a_stage()
+    condition_image: list[Image.Image] = _by_a_stage()
+    image_latent: Tensor | None = None
+
+    # Text: lists with one entry an encoder, each [B, T, D] or pooled [B, P].
+    prompt_embeds: list[Tensor] = _by_a_stage()
+    negative_prompt_embeds: list[Tensor] = field(default_factory=list)
+    pooled_embeds: list[Tensor] = field(default_factory=list)
+    neg_pooled_embeds: list[Tensor] = field(default_factory=list)
+    prompt_attention_mask: list[Tensor] = field(default_factory=list)
+    negative_attention_mask: list[Tensor] = field(default_factory=list)
+
+    # Latents: packed as the denoiser takes them; the shape before packing is kept.
+    latents: Tensor = _by_a_stage()
+    raw_latent_shape: tuple[int, ...] = _by_a_stage()
+    model_state: Any = None
+
+    # Schedule: the scheduler is this request's own copy.
+    scheduler: Any = None
+    timesteps: Tensor = _by_a_stage()
+    sigmas: list[float] | None = None
+
+    # Result: float32 [B, C, H, W] in 0..1, on the CPU.
+    output: Tensor = _by_a_stage()
+    warnings: list[str] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def batch_size(self) -> int:
+        """Images in this batch (B)."""
+        return len(self.seeds)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Only reached when the slot holds nothing, or when there is no such slot.
+        if name in REQ_FIELDS:
+            raise AttributeError(
+                f"Req.{name} was read before any stage wrote it, or after its last declared "
+                "reader: declare it in the stage's `reads`"
+            )
+        raise AttributeError(f"Req has no field {name!r}")
+
+
+REQ_FIELDS = frozenset(f.name for f in fields(Req))
+
+READABLE_FROM_START = frozenset(
+    f.name
+    for f in fields(Req)
+    if f.init or f.default is not MISSING or f.default_factory is not MISSING
+)
+"""What a first stage may read: all that admission fills, and all that has a default."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputBatch:
+    """What a pipeline returns for one `Req`.
+
+    ``output`` is float32 [B, C, H, W] in 0..1 on the CPU; ``timings`` are seconds by stage, in
+    running order; ``peak_memory_mb`` is the device's (CPU: the process's) peak in MiB.
+    """
+
+    request_id: str
+    output: Tensor
+    prompt: list[str]
+    seeds: list[int]
+    timings: dict[str, float]
+    peak_memory_mb: float
+    warnings: list[str]

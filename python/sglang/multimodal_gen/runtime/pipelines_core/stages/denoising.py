@@ -1,0 +1,118 @@
+"""The denoising loop."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sglang.multimodal_gen.runtime.pipelines_core.role import RoleType
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
+from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
+from sglang.multimodal_gen.runtime.pipelines_core.stages.guidance import ClassifierFreeGuidance
+from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
+
+if TYPE_CHECKING:
+    from sglang.multimodal_gen.runtime.server_args import ServerArgs
+
+
+class DenoisingStage(PipelineStage):
+    """Runs the scheduler's steps over the denoiser's predictions."""
+
+    role_affinity = RoleType.DENOISER
+    reads = frozenset(
+        {
+            "latents",
+            "timesteps",
+            "sigmas",
+            "scheduler",
+            "raw_latent_shape",
+            "num_inference_steps",
+            "prompt_embeds",
+            "pooled_embeds",
+            "prompt_attention_mask",
+            "negative_prompt_embeds",
+            "neg_pooled_embeds",
+            "negative_attention_mask",
+            "image_latent",
+            "do_classifier_free_guidance",
+            "guidance_scale",
+            "true_cfg_scale",
+            "height",
+            "width",
+            "task_type",
+        }
+    )
+    writes = frozenset({"latents", "model_state", "scheduler"})
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        scheduler: Any,
+        guidance: ClassifierFreeGuidance | None = None,
+    ) -> None:
+        self.transformer = transformer
+        self.scheduler = scheduler
+        self.guidance = ClassifierFreeGuidance() if guidance is None else guidance
+
+    def forward(self, batch: Req, server_args: ServerArgs) -> Req:
+        """Denoises ``batch.latents`` in place of the noise, ready for the VAE."""
+        config = self.pipeline_config(server_args)
+        scheduler = self._fresh_scheduler(batch)
+        _check_negative(batch)
+        batch.model_state = config.prepare_model_state(batch, self.transformer)
+        latents = batch.latents
+        total = len(batch.timesteps)
+        batch.control.report("denoise", 0, total, "denoising")
+        for step, t in enumerate(batch.timesteps):
+            model_input = _scaled(scheduler, latents, t)
+            t_B = t.expand(len(latents))
+            prediction = self.guidance.predict(self.transformer, config, batch, model_input, t_B)
+            latents = scheduler.step(prediction, t, latents, return_dict=False)[0]
+            batch.control.report("denoise", step + 1, total, "denoising")
+        batch.latents = config.post_denoising_loop(latents, batch)
+        return batch
+
+    def _fresh_scheduler(self, batch: Req) -> Any:
+        """The request's scheduler, at its first step; our own copy if no stage prepared one."""
+        if batch.scheduler is None:
+            batch.scheduler = _scheduler_for(self.scheduler, batch)
+        if hasattr(batch.scheduler, "set_begin_index"):
+            # Saves the look-up of the first timestep, which waits for the GPU.
+            batch.scheduler.set_begin_index(0)
+        return batch.scheduler
+
+
+def _scheduler_for(shared: Any, batch: Req) -> Any:
+    """A copy of the pipeline's scheduler that runs the timesteps a custom stage wrote."""
+    scheduler = copy.deepcopy(shared)
+    timesteps, sigmas = batch.timesteps, batch.sigmas
+    current = scheduler.timesteps
+    if current is not None and torch.equal(current.to(timesteps), timesteps):
+        return scheduler  # the stage prepared the shared one
+    if sigmas is None:
+        scheduler.set_timesteps(len(timesteps), device=timesteps.device)
+        return scheduler
+    # Sigmas of a custom stage are final: whoever made them applied the shift.
+    final = [] if len(sigmas) > len(timesteps) else [0.0]
+    scheduler.timesteps = timesteps
+    scheduler.sigmas = torch.tensor([*sigmas, *final], dtype=torch.float32)
+    scheduler.num_inference_steps = len(timesteps)
+    return scheduler
+
+
+def _scaled(scheduler: Any, latents: Tensor, t: Tensor) -> Tensor:
+    """Variance-exploding schedulers scale the input; flow matching does not."""
+    if hasattr(scheduler, "scale_model_input"):
+        return scheduler.scale_model_input(latents, t)
+    return latents
+
+
+def _check_negative(batch: Req) -> None:
+    if batch.do_classifier_free_guidance and not batch.negative_prompt_embeds:
+        raise PipelineDefinitionError(
+            "classifier-free guidance is on, but negative_prompt_embeds is empty: the text stage "
+            "must write it when batch.do_classifier_free_guidance is set"
+        )

@@ -1,0 +1,55 @@
+"""Input images to latents."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
+from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
+
+if TYPE_CHECKING:
+    from sglang.multimodal_gen.runtime.server_args import ServerArgs
+
+
+class ImageVAEEncodingStage(PipelineStage):
+    """Encodes the input images with the VAE: the mode of the posterior, in the denoiser's scale.
+
+    Each image is resized (Lanczos) to the request's size; several are joined along the token axis
+    in the order given. Writes None when there is no input image.
+    """
+
+    reads = frozenset({"condition_image", "height", "width", "seeds"})
+    writes = frozenset({"image_latent"})
+
+    def __init__(self, vae: Any) -> None:
+        self.vae = vae
+
+    def forward(self, batch: Req, server_args: ServerArgs) -> Req:
+        """Writes packed latents of the images, one copy for each output of the batch."""
+        if not batch.condition_image:
+            batch.image_latent = None
+            return batch
+        config = self.pipeline_config(server_args)
+        parameter = next(self.vae.parameters())
+        scale, shift = config.get_decode_scale_and_shift(
+            parameter.device, parameter.dtype, self.vae
+        )
+        packed = []
+        for image in batch.condition_image:
+            pixels = _to_pixels(image, batch.width, batch.height).to(parameter)
+            latents = (self.vae.encode(pixels).latent_dist.mode() - shift) * scale
+            packed.append(config.maybe_pack_latents(latents, 1, batch))
+        batch.image_latent = torch.cat(packed, dim=1).repeat_interleave(batch.batch_size, dim=0)
+        return batch
+
+
+def _to_pixels(image: Image.Image, width: int, height: int) -> Tensor:
+    """[1, 3, height, width] in -1..1."""
+    resized = image.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
+    pixels = torch.from_numpy(np.asarray(resized, dtype=np.float32) / 127.5 - 1)
+    return pixels.permute(2, 0, 1)[None]

@@ -1,0 +1,45 @@
+"""Initial noise."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
+from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
+
+if TYPE_CHECKING:
+    from sglang.multimodal_gen.runtime.server_args import ServerArgs
+
+
+class LatentPreparationStage(PipelineStage):
+    """Draws each image's noise from its own generator, in the dtype of the prompt embeddings.
+
+    One draw of shape [1, ...] an image, on the CPU, then moved: as Diffusers' ``randn_tensor`` does
+    with a list of CPU generators.
+    """
+
+    reads = frozenset({"generator", "height", "width", "num_frames", "prompt_embeds"})
+    writes = frozenset({"latents", "raw_latent_shape"})
+
+    def __init__(self, scheduler: Any = None, transformer: Any = None) -> None:
+        self.scheduler = scheduler
+        self.transformer = transformer
+
+    def forward(self, batch: Req, server_args: ServerArgs) -> Req:
+        """Writes packed latents on the embeddings' device, and their shape before packing."""
+        config = self.pipeline_config(server_args)
+        embeds = batch.prompt_embeds[0]
+        size = len(batch.generator)
+        shape = config.prepare_latent_shape(batch, size, batch.num_frames)
+        noise = torch.cat(
+            [
+                torch.randn((1, *shape[1:]), generator=generator, dtype=embeds.dtype)
+                for generator in batch.generator
+            ]
+        ).to(embeds.device)
+        noise = noise * getattr(self.scheduler, "init_noise_sigma", 1.0)
+        batch.raw_latent_shape = tuple(shape)
+        batch.latents = config.maybe_pack_latents(noise, size, batch)
+        return batch

@@ -1,0 +1,78 @@
+"""The machine this process runs on: what there is, how much memory work took, when it is done.
+
+The only functions of the runtime that ask torch about devices. torch is imported inside, since the
+command line reads server arguments, and must not pay seconds for its ``--help``.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What was found: the first CUDA GPU, or else the CPU.
+
+    ``name`` and ``memory_bytes`` (all of it, not the free part) describe that device.
+    """
+
+    cuda_available: bool
+    device_count: int
+    name: str
+    memory_bytes: int
+
+
+def device_facts() -> DeviceFacts:
+    """Look at the machine. Cheap after torch is imported."""
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return DeviceFacts(
+            cuda_available=True,
+            device_count=torch.cuda.device_count(),
+            name=properties.name,
+            memory_bytes=properties.total_memory,
+        )
+    return DeviceFacts(
+        cuda_available=False,
+        device_count=0,
+        name=platform.processor() or platform.machine(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
+
+
+def peak_memory_mb(device: str) -> float:
+    """The most memory taken so far, in MiB.
+
+    On ``cuda`` it is what torch's allocator held at once since :func:`reset_peak_memory`. On
+    ``cpu`` it is the largest resident set of this process since it started (``ru_maxrss``), Python
+    and libraries included: the system keeps no other count, and none that can be reset.
+    """
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated() / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts in KiB, macOS in bytes.
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+def reset_peak_memory(device: str) -> None:
+    """Start a new peak on ``cuda``; without effect on ``cpu`` (see :func:`peak_memory_mb`)."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has finished, so that a clock read next tells the truth."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()

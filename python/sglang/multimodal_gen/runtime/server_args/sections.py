@@ -1,0 +1,96 @@
+"""The sections of the server arguments: frozen values, one owner for each.
+
+A field is the flag: its name, type, default and help are all there is to say (see :mod:`flags`).
+``__post_init__`` checks and raises InvalidArgument; it reads nothing outside the record. What
+depends on the machine is decided in :mod:`resolve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from sglang.multimodal_gen.runtime.server_args.flags import check_fields, flag
+from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
+from sglang.multimodal_gen.runtime.utils.precision import PRECISIONS
+
+Device = Literal["auto", "cpu", "cuda"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelArgs:
+    """Which model, from where, and in which precision."""
+
+    model_path: str = flag(
+        "demo", help="A bundled model's name, a local folder, or a Hugging Face id."
+    )
+    revision: str | None = flag(None, help="Branch, tag or commit of a Hugging Face id.")
+    precision: str = flag(
+        "auto",
+        choices=("auto", "config", *PRECISIONS),
+        help="Floating-point type of the weights. 'config' is what the model's pipeline config "
+        "says; 'auto' is that on a GPU and fp32 on a CPU.",
+    )
+    component_paths: Mapping[str, str] = flag(
+        default_factory=dict,
+        help="Load component NAME (vae, transformer, ...) from another folder or id.",
+    )
+    component_precisions: Mapping[str, str] = flag(
+        default_factory=dict,
+        choices=PRECISIONS,
+        help="Precision of component NAME alone; wins over --precision.",
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _refuse_blank("model_path", self.model_path)
+        if self.revision is not None:
+            _refuse_blank("revision", self.revision)
+        for name, path in self.component_paths.items():
+            _refuse_blank(f"component_paths.{name}", path)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlatformArgs:
+    """Where the work runs."""
+
+    device: Device = flag("auto", help="Where to run; 'auto' is a GPU where there is one.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchingArgs:
+    """How much is denoised together."""
+
+    batching_max_size: int = flag(
+        4, help="Images denoised together at most. Less needs less memory."
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.batching_max_size < 1:
+            problem = "must be at least 1. 1 makes one image at a time."
+            raise InvalidArgument("batching_max_size", self.batching_max_size, problem)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObserveArgs:
+    """What the runtime tells about itself."""
+
+    log_level: LogLevel = flag("warning", help="The least severe log message to print.")
+    check_stages: bool = flag(
+        False,
+        help="Refuse a stage's access to a field that it does not declare. For porters; slower.",
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def _refuse_blank(field: str, value: str) -> None:
+    if not value.strip() or "\0" in value:
+        raise InvalidArgument(field, value, "must not be blank. Leave it out for the default.")

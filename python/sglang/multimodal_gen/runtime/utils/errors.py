@@ -1,0 +1,80 @@
+"""The error tree: who caused it decides how it is told.
+
+::
+
+    DiffusionError                 everything this package raises on purpose
+    ├── UserError (ValueError)     the caller can mend it: exit code 2, HTTP 4xx
+    │   ├── InvalidRequest         a sampling value is wrong; names field, value, remedy
+    │   ├── InvalidArgument        a server argument (flag) is wrong
+    │   ├── ModelNotFound          a model path or name leads nowhere
+    │   └── OutputError            the output folder cannot be written
+    ├── CheckpointError (ValueError)  a checkpoint is incomplete, damaged or of another shape
+    ├── PipelineDefinitionError (TypeError)  a porter's pipeline, stage or registration is wrong
+    ├── Cancelled                  the caller asked to stop; not a failure
+    └── InternalError              our fault: exit code 1, HTTP 5xx
+        └── NonFiniteOutput        a component produced NaN or infinity
+
+A message names the value, the field and the remedy. Entry points print user and checkpoint
+errors as one paragraph without a traceback; everything else is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class DiffusionError(Exception):
+    """Root of every error that this package raises on purpose."""
+
+
+class UserError(DiffusionError, ValueError):
+    """A value that the caller gave, and can mend."""
+
+
+class InvalidRequest(UserError):
+    """A sampling value that the model cannot serve."""
+
+    def __init__(self, field: str, value: object, problem: str) -> None:
+        self.field = field
+        self.value = value
+        super().__init__(f"{field}={_shown(value)}: {problem}")
+
+
+class InvalidArgument(UserError):
+    """A server argument that cannot be honoured."""
+
+    def __init__(self, field: str, value: object, problem: str) -> None:
+        self.field = field
+        self.value = value
+        super().__init__(f"{field}={_shown(value)}: {problem}")
+
+
+class ModelNotFound(UserError):
+    """A model path or name that leads to no checkpoint or no known family."""
+
+
+class OutputError(UserError):
+    """A result that cannot be written where the caller asked."""
+
+
+class CheckpointError(DiffusionError, ValueError):
+    """A checkpoint that is incomplete, damaged, or made for another architecture."""
+
+
+class PipelineDefinitionError(DiffusionError, TypeError):
+    """A pipeline, stage, model or registration that breaks the porters' contract."""
+
+
+class Cancelled(DiffusionError):
+    """Work stopped because the caller asked for it."""
+
+
+class InternalError(DiffusionError, RuntimeError):
+    """A fault of this runtime, not of its caller."""
+
+
+class NonFiniteOutput(InternalError):
+    """A component produced NaN or infinity: a picture of it would be black without any sign."""
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,63 @@
+"""What the harness must know about a model family: one record for all its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+Request = Mapping[str, Any]
+"""Sampling fields by this runtime's names."""
+
+
+def another_text(text: str | list[str]) -> str | list[str]:
+    """Other words of another length."""
+    words = "nine grey owls, asleep"
+    return words if isinstance(text, str) else [f"{words} {index}" for index in range(len(text))]
+
+
+OTHER_VALUES: Mapping[str, Callable[[Any], Any]] = {
+    "prompt": another_text,
+    "seed": lambda seed: seed + 1000,
+    "guidance_scale": lambda scale: 2 * scale + 1,
+    "negative_prompt": another_text,
+    "true_cfg_scale": lambda scale: 2 * scale + 1,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to run a family's reference, what to compare, and what must move its picture."""
+
+    reference: str
+    """Class name of the Diffusers pipeline."""
+    inputs: tuple[str, ...]
+    """Denoiser inputs to compare: parameter names that the reference and this runtime share.
+
+    Each has one row for each image, or one row or a scalar for all of them.
+    """
+    latents_of: Callable[[Mapping[str, Tensor]], Tensor] = lambda inputs: inputs["hidden_states"]
+    """Where the latents are among those inputs."""
+    denoisers: tuple[str, ...] = ("transformer",)
+    """Component names, those that run first leading."""
+    decoder: str = "vae"
+    """Component whose ``decode`` turns latents into pixels."""
+    other: Mapping[str, Callable[[Any], Any]] = field(default_factory=lambda: OTHER_VALUES)
+    """Sampling fields that must move the picture where a request sets them, with another value."""
+    without_effect: tuple[str, ...] = ()
+    """Fields among `other` that this family's reference ignores."""
+
+
+FLUX_DEV = Family(
+    reference="FluxPipeline",
+    inputs=(
+        "hidden_states",
+        "encoder_hidden_states",
+        "pooled_projections",
+        "timestep",
+        "guidance",
+    ),
+)
+FLUX_SCHNELL = Family(FLUX_DEV.reference, FLUX_DEV.inputs, without_effect=("guidance_scale",))

@@ -1,0 +1,165 @@
+"""What a run of a diffusion pipeline leaves behind, step by step.
+
+The recorder looks at the denoiser's inputs and outputs from outside, so that the same code watches
+the reference and this runtime. All tensors are on the CPU; the first axis counts images.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One guidance branch of one step: what the denoiser was given, and what it said."""
+
+    inputs: Mapping[str, Tensor]
+    prediction: Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """One denoising step; `branches`: the positive one, then the negative one if there is one."""
+
+    latents: Tensor
+    branches: tuple[Branch, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """All that a run has to agree on, from the noise to the picture."""
+
+    noise: Tensor
+    """The latents as the first step sees them."""
+    timesteps: Tensor
+    sigmas: Tensor
+    """One for each step; the final 0 is left out."""
+    steps: tuple[Step, ...]
+    final_latents: Tensor
+    """As the VAE is given them: unpacked, scaled, shifted."""
+    pixels: Tensor
+    """Decoded, float in 0..1, channels before height and width."""
+    images: Tensor
+    """The same as uint8, channels last, as a user gets them."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward pass of the denoiser."""
+
+    inputs: Mapping[str, Tensor]
+    output: Tensor
+
+
+@contextmanager
+def recorded_calls(denoisers: Sequence[nn.Module], inputs: Sequence[str]) -> Iterator[list[Call]]:
+    """Collect every forward pass of `denoisers`, with the tensors among `inputs`, until the end."""
+    calls: list[Call] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        given = {name: bound[name] for name in inputs if isinstance(bound.get(name), Tensor)}
+        result = output if isinstance(output, Tensor) else output[0]
+        calls.append(Call({name: _copy(given[name]) for name in given}, _copy(result)))
+
+    handles = [module.register_forward_hook(note, with_kwargs=True) for module in denoisers]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def recorded_decodes(vae: Any) -> Iterator[list[Tensor]]:
+    """Collect the latents of every ``vae.decode`` while the context is open."""
+    latents: list[Tensor] = []
+    decode = vae.decode
+
+    def watched(z: Tensor, *args: Any, **kwargs: Any) -> Any:
+        latents.append(_copy(z))
+        return decode(z, *args, **kwargs)
+
+    with patch.object(vae, "decode", watched):
+        yield latents
+
+
+def steps_of(
+    calls: Sequence[Call],
+    count: int,
+    images: int,
+    latents_of: Callable[[Mapping[str, Tensor]], Tensor],
+) -> tuple[Step, ...]:
+    """Sort `calls` into `count` steps of one or more branches of `images` rows each.
+
+    A branch may be a call of its own or a part of a larger batch; the positive one comes first.
+    """
+    assert calls, "the denoiser was never called"
+    assert len(calls) % count == 0, f"{len(calls)} forward passes do not make {count} equal steps"
+    width = len(calls) // count
+    return tuple(
+        _step(calls[first : first + width], images, latents_of)
+        for first in range(0, len(calls), width)
+    )
+
+
+def joined(traces: Sequence[Trace]) -> Trace:
+    """One trace of all images of `traces`, which ran one after another with the same schedule."""
+    first, *rest = traces
+    for other in rest:
+        assert torch.equal(other.timesteps, first.timesteps), "groups with different timesteps"
+        assert torch.equal(other.sigmas, first.sigmas), "groups with different sigmas"
+    return Trace(
+        noise=torch.cat([trace.noise for trace in traces]),
+        timesteps=first.timesteps,
+        sigmas=first.sigmas,
+        steps=tuple(_joined_step(parts) for parts in zip(*(t.steps for t in traces), strict=True)),
+        final_latents=torch.cat([trace.final_latents for trace in traces]),
+        pixels=torch.cat([trace.pixels for trace in traces]),
+        images=torch.cat([trace.images for trace in traces]),
+    )
+
+
+def _step(
+    calls: Sequence[Call], images: int, latents_of: Callable[[Mapping[str, Tensor]], Tensor]
+) -> Step:
+    predictions = torch.cat([call.output for call in calls]).split(images)
+    columns = {name: _rows(calls, name).split(images) for name in calls[0].inputs}
+    branches = tuple(
+        Branch({name: columns[name][index] for name in columns}, prediction)
+        for index, prediction in enumerate(predictions)
+    )
+    latents = latents_of(branches[0].inputs)
+    for branch in branches[1:]:
+        assert torch.equal(latents_of(branch.inputs), latents), "branches of one step differ"
+    return Step(latents, branches)
+
+
+def _rows(calls: Sequence[Call], name: str) -> Tensor:
+    """Input `name` of all calls, one row for each image; a value that images share is repeated."""
+    rows = []
+    for call in calls:
+        value = torch.atleast_1d(call.inputs[name])
+        batch = call.output.shape[0]
+        rows.append(value.expand(batch, *value.shape[1:]) if value.shape[0] == 1 else value)
+    return torch.cat(rows)
+
+
+def _joined_step(parts: tuple[Step, ...]) -> Step:
+    branches = []
+    for same in zip(*(part.branches for part in parts), strict=True):
+        inputs = {name: torch.cat([b.inputs[name] for b in same]) for name in same[0].inputs}
+        branches.append(Branch(inputs, torch.cat([branch.prediction for branch in same])))
+    return Step(torch.cat([part.latents for part in parts]), tuple(branches))
+
+
+def _copy(value: Tensor) -> Tensor:
+    return value.detach().to("cpu", copy=True)

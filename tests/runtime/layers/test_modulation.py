@@ -1,0 +1,34 @@
+import torch
+import torch.nn.functional as F
+
+from sglang.multimodal_gen.runtime.layers.modulation import (
+    AdaLayerNormContinuous,
+    AdaLayerNormZero,
+    add_gated,
+    norm_modulate,
+)
+
+
+def test_norm_modulate_is_its_formula():
+    x, shift, scale = torch.randn(2, 5, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
+    expected = F.layer_norm(x, (8,), eps=1e-6) * (1 + scale) + shift
+    torch.testing.assert_close(norm_modulate(x, shift, scale), expected)
+
+
+def test_add_gated_is_its_formula():
+    x, gate, update = torch.randn(2, 5, 8), torch.randn(2, 1, 8), torch.randn(2, 5, 8)
+    torch.testing.assert_close(add_gated(x, gate, update), x + gate * update)
+
+
+def test_zero_gives_shift_scale_gate_for_attention_then_for_feed_forward():
+    layer, vector = AdaLayerNormZero(4, count=2), torch.randn(3, 4)
+    attention, feed_forward = layer(vector)
+    chunks = layer.linear(vector).chunk(6, dim=-1)
+    for got, expected in zip((*attention, *feed_forward), chunks, strict=True):
+        assert torch.equal(got[:, 0], expected)
+
+
+def test_continuous_takes_scale_before_shift():
+    layer, x, vector = AdaLayerNormContinuous(4, 4), torch.randn(1, 3, 4), torch.randn(1, 4)
+    scale, shift = layer.linear(vector).chunk(2, dim=-1)
+    torch.testing.assert_close(layer(x, vector), norm_modulate(x, shift[:, None], scale[:, None]))

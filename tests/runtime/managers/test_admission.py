@@ -1,0 +1,108 @@
+import dataclasses
+
+import pytest
+
+from sglang.multimodal_gen.configs.pipeline_configs.flux import FluxPipelineConfig
+from sglang.multimodal_gen.configs.sample.flux import FluxSamplingParams
+from sglang.multimodal_gen.configs.sample.sampling_params import MAX_SEED
+from sglang.multimodal_gen.runtime.managers.admission import admit
+from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest
+
+
+def batches(size=100, config=None, **values):
+    values = {"prompt": "a", "height": 64, "width": 64} | values
+    config = FluxPipelineConfig() if config is None else config
+    return admit(FluxSamplingParams(**values), config, batching_max_size=size)
+
+
+def test_images_are_prompts_in_order_with_their_outputs_and_count_seeds_up():
+    (batch,) = batches(prompt=["a", "b"], num_outputs_per_prompt=2, seed=5)
+    assert batch.prompt == ["a", "a", "b", "b"]
+    assert batch.seeds == [5, 6, 7, 8]
+    assert batch.batch_size == 4
+
+
+def test_batches_are_cut_without_losing_or_changing_an_image():
+    (whole,) = batches(prompt=list("abcde"), seed=1, negative_prompt="n", true_cfg_scale=2.0)
+    parts = batches(2, prompt=list("abcde"), seed=1, negative_prompt="n", true_cfg_scale=2.0)
+    assert [len(p.prompt) for p in parts] == [2, 2, 1]
+    assert [p for b in parts for p in b.prompt] == whole.prompt
+    assert [s for b in parts for s in b.seeds] == whole.seeds
+    assert all(len(b.negative_prompt) == b.batch_size for b in parts)
+
+
+def test_a_seed_left_out_is_drawn_anew_and_told():
+    drawn = {batches(seed=seed)[0].seeds[0] for seed in (None, -1, None, -1)}
+    assert len(drawn) == 4
+    assert batches(seed=0)[0].seeds == [0]
+
+
+def test_a_list_of_seeds_is_one_an_image():
+    assert batches(seed=[9, 3], num_outputs_per_prompt=2)[0].seeds == [9, 3]
+    with pytest.raises(InvalidRequest, match="2 seeds for 3 images"):
+        batches(seed=[9, 3], num_outputs_per_prompt=3)
+    with pytest.raises(InvalidRequest, match="no room"):
+        batches(seed=MAX_SEED, num_outputs_per_prompt=2)
+
+
+@pytest.mark.parametrize(("value", "hint"), [(72, "64 or 80"), (8, "16"), (1000, "992 or 1008")])
+@pytest.mark.parametrize("name", ["height", "width"])
+def test_a_size_off_the_grid_is_refused_with_the_nearest(name, value, hint):
+    with pytest.raises(InvalidRequest, match=f"{name}={value}.*multiple of 16.*{hint}"):
+        batches(**{name: value})
+
+
+def test_the_multiple_comes_from_the_checkpoint():
+    config = FluxPipelineConfig().with_checkpoint({"vae": {"block_out_channels": [8, 8, 8, 8, 8]}})
+    assert config.size_multiple == 32
+    with pytest.raises(InvalidRequest, match="multiple of 32"):
+        batches(config=config, height=48)
+
+
+def test_a_gigantic_size_is_refused_before_anything_is_allocated():
+    with pytest.raises(InvalidRequest, match="max_pixels"):
+        batches(width=99_999_984)
+
+
+@pytest.mark.parametrize("prompt", [None, "", "  ", "\u200b", ["a", ""], []])
+def test_an_empty_prompt_is_refused(prompt):
+    with pytest.raises(InvalidRequest, match="prompt"):
+        batches(prompt=prompt)
+
+
+def test_an_empty_prompt_passes_where_the_model_needs_none():
+    @dataclasses.dataclass
+    class Optional(FluxSamplingParams):
+        prompt_optional = True
+
+    (batch,) = admit(Optional(height=64, width=64), FluxPipelineConfig(), batching_max_size=1)
+    assert batch.prompt == [""]
+
+
+@pytest.mark.parametrize(
+    ("scale", "negative", "guided"),
+    [(None, "n", False), (1.0, "n", False), (1 + 1e-9, "n", False), (1.5, "n", True),
+     (1.5, "", True), (1.5, None, False)],
+)  # fmt: skip
+def test_the_second_forward_is_paid_only_where_it_works_and_the_rest_is_said(
+    scale, negative, guided
+):
+    (batch,) = batches(true_cfg_scale=scale, negative_prompt=negative)
+    assert batch.do_classifier_free_guidance is guided
+    if not guided and (negative or (scale or 0) > 1.1):
+        assert any("no effect" in warning for warning in batch.warnings)
+    else:
+        assert not batch.warnings
+
+
+def test_text_beyond_the_encoders_limit_is_refused():
+    assert batches(max_sequence_length=512)
+    with pytest.raises(InvalidRequest, match="at most 512"):
+        batches(max_sequence_length=513)
+
+
+def test_a_task_that_is_not_served_is_refused():
+    with pytest.raises(InvalidRequest, match=r"task_type.*serves T2I"):
+        batches(task_type="I2V")
+    with pytest.raises(InvalidRequest, match="image_path"):
+        batches(image_path="x.png")

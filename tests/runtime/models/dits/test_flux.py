@@ -1,0 +1,90 @@
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel as Reference
+
+from sglang.multimodal_gen.runtime.models.dits.flux import FluxTransformer2DModel
+
+CONFIG = {
+    "in_channels": 64,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 32,
+    "pooled_projection_dim": 24,
+    "axes_dims_rope": (4, 6, 6),
+}
+HEIGHT, WIDTH, TEXT = 4, 6, 5
+
+
+@pytest.fixture(params=[True, False], ids=["guidance", "no guidance"])
+def models(request):
+    torch.manual_seed(0)
+    reference = Reference(**CONFIG, guidance_embeds=request.param).eval().requires_grad_(False)
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    own = FluxTransformer2DModel(**CONFIG, guidance_embeds=request.param).requires_grad_(False)
+    own.load_state_dict(reference.state_dict())
+    return own, reference
+
+
+def inputs(own):
+    generator = torch.Generator().manual_seed(1)
+    arguments = {
+        "hidden_states": torch.randn(2, HEIGHT * WIDTH, 64, generator=generator),
+        "encoder_hidden_states": torch.randn(2, TEXT, 32, generator=generator),
+        "pooled_projections": torch.randn(2, 24, generator=generator),
+        "timestep": torch.tensor([0.3, 0.7]),
+    }
+    if own.guidance_embeds:
+        arguments["guidance"] = torch.tensor([3.5, 2.0])
+    return arguments
+
+
+def run_reference(reference, arguments):
+    image_ids = torch.zeros(HEIGHT, WIDTH, 3)
+    image_ids[..., 1] = torch.arange(HEIGHT)[:, None]
+    image_ids[..., 2] = torch.arange(WIDTH)
+    return reference(
+        **arguments, img_ids=image_ids.flatten(0, 1), txt_ids=torch.zeros(TEXT, 3)
+    ).sample
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def test_one_forward_equals_the_reference(models):
+    own, reference = models
+    arguments = inputs(own)
+    out = own(**arguments, rotary=own.rotary_embedding(TEXT, HEIGHT, WIDTH))
+    assert relative(out, run_reference(reference, arguments)) < 1e-5
+
+
+def test_every_input_matters(models):
+    own, _ = models
+    arguments = inputs(own)
+    rotary = own.rotary_embedding(TEXT, HEIGHT, WIDTH)
+    plain = own(**arguments, rotary=rotary)
+    for name, value in arguments.items():
+        changed = own(**{**arguments, name: value * 1.1}, rotary=rotary)
+        assert relative(changed, plain) > 1e-3, name
+    turned = own.rotary_embedding(TEXT, WIDTH, HEIGHT)
+    assert relative(own(**arguments, rotary=turned), plain) > 1e-3
+
+
+def test_half_precision_rounds_time_and_guidance_as_the_reference_does(models):
+    own, reference = models
+    own, reference = own.bfloat16(), reference.bfloat16()
+    arguments = inputs(own)
+    halves = {
+        name: value.bfloat16() if value.dim() > 1 else value for name, value in arguments.items()
+    }
+    out = own(**halves, rotary=own.rotary_embedding(TEXT, HEIGHT, WIDTH))
+    # bf16 itself is good for 3e-2 here; a float32 time embedding would be off by far more.
+    assert relative(out.float(), run_reference(reference, halves).float()) < 3e-2
+
+
+def test_axes_that_do_not_fill_a_head_are_refused():
+    with pytest.raises(ValueError, match="axes_dims_rope"):
+        FluxTransformer2DModel(**{**CONFIG, "axes_dims_rope": (4, 6, 8)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ def schnell(name: str, size: tuple[int, int] = SQUARE, /, **request: Any) -> Par
 def stored(checkpoint: TinyFlux) -> ParityCase:
     request = {"negative_prompt": "green", "true_cfg_scale": 2.0}
     return _case(checkpoint.name, checkpoint, FLUX_DEV, SQUARE, request)
+
+
+def guarded(case: ParityCase) -> ParityCase:
+    """The same with stages that may only touch the fields they declare."""
+    return replace(case, name=f"{case.name}, guarded", server={"check_stages": True})
 
 
 def _case(
@@ -82,6 +88,7 @@ CASES = [
     dev("text of 512 tokens", max_sequence_length=512),
     dev("text cut by both encoders", prompt=LONG),
     dev("text outside the vocabulary", prompt="Ein ROTER Kreis, ☃ und  ネコ #2 ##", seed=0),
+    guarded(dev("true CFG", negative_prompt="blue", true_cfg_scale=2.0)),
     # Checkpoints.
     stored(flux_dev("flux-bf16", dtype=torch.bfloat16)),
     stored(flux_dev("flux-fp16", dtype=torch.float16)),

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.multimodal_gen.runtime.server_args.flags import flag, flags_of, to_argv
@@ -142,6 +142,7 @@ names = st.from_regex(r"[a-z][a-z0-9_-]{0,8}", fullmatch=True)
 texts = st.text(max_size=20).filter(lambda text: text != "--")
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         Record,

@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
@@ -75,6 +75,7 @@ def test_an_unknown_name_is_answered_with_the_nearest():
     )
 
 
+@settings(deadline=None)
 @given(server_args)
 def test_flat_values_round_trip(values: dict[str, Any]):
     args = ServerArgs.from_flat(**values)
@@ -82,6 +83,7 @@ def test_flat_values_round_trip(values: dict[str, Any]):
     assert pickle.loads(pickle.dumps(args)) == args
 
 
+@settings(deadline=None)
 @given(server_args)
 def test_arguments_survive_the_way_over_a_command_line(values: dict[str, Any]):
     args = ServerArgs.from_flat(**values)

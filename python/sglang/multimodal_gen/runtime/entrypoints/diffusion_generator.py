@@ -16,6 +16,7 @@ from PIL import Image
 
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.entrypoints.result_files import save_images
+from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.managers.worker import Worker
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
     ComposedPipelineBase,
@@ -28,7 +29,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import (
 from sglang.multimodal_gen.runtime.platforms.device import device_facts
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.server_args.resolve import resolve
-from sglang.multimodal_gen.runtime.utils.errors import UserError
+from sglang.multimodal_gen.runtime.utils.errors import CallbackFailed, UserError
 from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent, ProgressListener
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ class DiffGenerator:
         """Load the model that the arguments name; raises as `from_pretrained`."""
         start = time.perf_counter()
         resolution = resolve(server_args, device_facts())
-        worker = Worker(resolution.args, pipeline_config=pipeline_config, progress=progress)
+        model = ModelDescription.find(resolution.args, pipeline_config)
+        worker = Worker(model, progress=progress)
         return cls(worker, notes=resolution.notes, load_seconds=time.perf_counter() - start)
 
     def generate(
@@ -166,11 +168,15 @@ class DiffGenerator:
             InvalidRequest: a field is unknown or a value does not fit the model.
         """
         worker = self._open()
-        params = worker.sampling_params({**(sampling_params_kwargs or {}), **sampling_params})
-        batches = worker.admit(params)
+        values = {**(sampling_params_kwargs or {}), **sampling_params}
+        batches = worker.model.admit(worker.model.sampling_params(values))
         counter = _WholeCallProgress(progress, batches)
-        outputs = [worker.run(counter.watch(index, batch)) for index, batch in enumerate(batches)]
-        return _merge(outputs, batches[0].request, worker.model_name, self.load_seconds)
+        try:
+            outputs = [worker.run(counter.watch(i, batch)) for i, batch in enumerate(batches)]
+        except CallbackFailed as error:
+            assert error.__cause__ is not None
+            raise error.__cause__ from None
+        return _merge(outputs, batches[0].request, worker.model.source.name, self.load_seconds)
 
     @property
     def pipeline(self) -> ComposedPipelineBase:

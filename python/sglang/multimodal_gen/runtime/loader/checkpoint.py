@@ -1,13 +1,14 @@
 """Which files of a component folder hold its weights, and what they store.
 
-Rules, in order:
+Rules, in order; a canonical name (``diffusion_pytorch_model``, ``model``) wins within each:
 
-1. ``*.safetensors.index.json`` is authoritative: only the shards that it names are read.
-2. Else the canonical single file, ``diffusion_pytorch_model.safetensors`` or ``model.safetensors``.
-3. Else the only safetensors file there is. Variants (``model.fp16.safetensors``) are never mixed
-   with each other or with the plain file.
+1. A ``*.safetensors.index.json`` is authoritative: only the shards that it names are read.
+2. Else the one safetensors file.
+3. Where there is nothing else, the same for a variant (``model.fp16.safetensors``). Variants are
+   never mixed with each other or with plain files.
 
-Anything else is an error: ambiguity, a missing shard, pickle files. Only headers are read here.
+Anything else is an error: ambiguity, a missing shard, shards without an index, pickle files. Only
+headers are read here.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SHOWN = 8
 
 _INDEX = re.compile(r"\.safetensors\.index(\.\w+)?\.json$")
 _VARIANT = re.compile(r"\.(fp8|fp16|bf16|fp32|ema|non_ema)$")
-_SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
+_SHARD = re.compile(r"-\d{5}-of-(?!00001)\d{5}(?=\.)")  # one of many; "of one" is a whole file
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +79,29 @@ def choose_weight_file(names: Collection[str], folder: Path) -> str:
     Args:
         names: the file names of the folder.
         folder: named in error messages.
+
+    Raises:
+        CheckpointError: nothing can be chosen, or more than one file equally well.
     """
-    indexes = [name for name in names if _INDEX.search(name)]
-    if indexes:
-        plain = [name for name in indexes if name.endswith(f"{SUFFIX}.index.json")]
-        return _only((plain, indexes), folder, "index files")
     weights = [name for name in names if name.endswith(SUFFIX)]
-    if not weights:
+    indexes = [name for name in names if _INDEX.search(name)]
+    if not weights and not indexes:
         raise CheckpointError(_no_weights(names, folder))
-    shards = [name for name in weights if _SHARD.search(name.removesuffix(SUFFIX))]
-    if shards and not any(name in CANONICAL_FILES for name in weights):
-        raise CheckpointError(
-            f"{folder} holds shards ({listed(shards)}) but no *.safetensors.index.json that says "
-            "which belong together. Likely cause: an incomplete download."
-        )
-    canonical = [name for name in weights if name in CANONICAL_FILES]
-    plain = [name for name in weights if not _VARIANT.search(name.removesuffix(SUFFIX))]
-    return _only((canonical, plain, weights), folder, "weight files")
+    singles = [name for name in weights if not _SHARD.search(name)]
+    for variant in (False, True):
+        candidates = [name for name in indexes if _is_variant(name) is variant]
+        if candidates:
+            return _only(candidates, folder, "index files")
+        candidates = [name for name in singles if _is_variant(name) is variant]
+        shards = [n for n in weights if n not in singles and _is_variant(n) is variant]
+        if shards and not any(name in CANONICAL_FILES for name in candidates):
+            raise CheckpointError(
+                f"{folder} holds shards ({listed(shards)}) but no *.safetensors.index.json that "
+                "says which belong together. Likely cause: an incomplete download."
+            )
+        if candidates:
+            return _only(candidates, folder, "weight files")
+    raise AssertionError("every weight file is a variant or none")
 
 
 def listed(names: Iterable[object], limit: int = SHOWN) -> str:
@@ -163,8 +170,8 @@ def _missing_shards(index: Path, missing: list[str], names: Mapping[str, list[st
     tensors = [name for shard in missing for name in names[shard]]
     folder = index.parent
     text = (
-        f"{index} names {len(missing)} of {len(names)} files that are not there: {listed(missing)}. "
-        f"They hold {len(tensors)} tensors: {listed(tensors)}. "
+        f"{index} names {len(missing)} of {len(names)} files that are not there: "
+        f"{listed(missing)}. They hold {len(tensors)} tensors: {listed(tensors)}. "
         "Likely cause: an incomplete download or a deleted shard."
     )
     others = [path.name for path in folder.glob(f"*{SUFFIX}") if path.name not in names]
@@ -177,14 +184,13 @@ def _missing_shards(index: Path, missing: list[str], names: Mapping[str, list[st
 
 
 def _only(names: Collection[str], folder: Path, what: str) -> str:
-    """The one candidate: canonical names count first, then names without a variant, then any."""
+    """The one candidate: canonical names count first."""
     canonical = [name for name in names if name.removesuffix(".index.json") in CANONICAL_FILES]
-    plain = [name for name in names if not _is_variant(name)]
-    candidates = canonical or plain or list(names)
+    candidates = canonical or list(names)
     if len(candidates) > 1:
         raise CheckpointError(
             f"{folder} holds {len(candidates)} {what} and nothing says which one is meant: "
-            f"{listed(candidates)}. Keep one of them, or give the shards an index."
+            f"{listed(candidates)}. Keep one of them."
         )
     return candidates[0]
 
@@ -193,12 +199,7 @@ def _is_variant(name: str) -> bool:
     """Whether a name says fp16, bf16, ema...: ``model.fp16.safetensors`` and its index forms."""
     if match := _INDEX.search(name):
         return match[1] is not None or _is_variant(name[: match.start()] + SUFFIX)
-    return _VARIANT.search(_SHARD.sub("", name.removesuffix(SUFFIX))) is not None
-
-
-def _is_shard_of_many(name: str) -> bool:
-    match = _SHARD.search(name.removesuffix(SUFFIX))
-    return match is not None and int(match[2]) > 1
+    return _VARIANT.search(_SHARD.sub("", name).removesuffix(SUFFIX)) is not None
 
 
 def _no_weights(names: Collection[str], folder: Path) -> str:

@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang.multimodal_gen.runtime.loader.checkpoint import find_checkpoint
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentLoader,
     ComponentSpec,
     LoadedComponent,
     NeuralComponentLoader,
 )
-from sglang.multimodal_gen.runtime.loader.component_loaders.file_loaders import (
+from sglang.multimodal_gen.runtime.loader.component_loaders.scheduler_loader import (
     SchedulerLoader,
-    TokenizerLoader,
 )
 from sglang.multimodal_gen.runtime.loader.component_loaders.text_encoder_loader import (
     TextEncoderLoader,
+)
+from sglang.multimodal_gen.runtime.loader.component_loaders.tokenizer_loader import (
+    TokenizerLoader,
 )
 from sglang.multimodal_gen.runtime.loader.json_file import read_json_object
 from sglang.multimodal_gen.runtime.loader.model_source import ModelSource
@@ -70,41 +71,38 @@ def load_components(
     loaders: Mapping[str, type[ComponentLoader]],
     progress: ProgressListener | None = None,
 ) -> dict[str, LoadedComponent]:
-    """Load components, the largest first, so that memory runs out early if it does.
+    """Load components: those without weights first, then the largest first.
 
-    Every component's files are looked at before the first is loaded. ``progress`` counts the bytes
-    of all of them together.
+    So a fault that is cheap to find is found early, and memory runs out early if it does. Every
+    component's folder and headers are looked at before the first is loaded. ``progress`` counts
+    the bytes of all of them together.
 
     Raises:
         CheckpointError: a component is missing, damaged or does not fit.
-        InvalidArgument: a component argument names no component of this pipeline.
+        InvalidArgument: a component argument names no component of this pipeline, or no folder.
+        PipelineDefinitionError: a component has no loader.
     """
     _check_names(names, server_args)
-    specs = {name: _spec(source, name, key, server_args) for name, key in names.items()}
     chosen = {name: _loader(name, loaders) for name in names}
-    sizes = {
-        name: find_checkpoint(specs[name].path).total_bytes
-        if isinstance(chosen[name], NeuralComponentLoader) and specs[name].path.is_dir()
-        else 0
-        for name in names
-    }
+    specs = {name: _spec(source, name, key, server_args) for name, key in names.items()}
+    sizes: dict[str, int] = {}
+    for name, spec in specs.items():
+        spec.require_folder()
+        is_neural = isinstance(chosen[name], NeuralComponentLoader)
+        sizes[name] = spec.checkpoint.total_bytes if is_neural else 0
     total, before = sum(sizes.values()), 0
-    loaded = {}
-    for name in sorted(names, key=lambda n: (-sizes[n], n)):
+    loaded: dict[str, LoadedComponent] = {}
+    for name in sorted(names, key=lambda n: (sizes[n] > 0, -sizes[n], n)):
         loaded[name] = chosen[name].load(specs[name], _shared(progress, before, total))
         before += sizes[name]
     return {name: loaded[name] for name in names}
 
 
-def _shared(
-    progress: ProgressListener | None, before: int, total: int
-) -> ProgressListener | None:
+def _shared(progress: ProgressListener | None, before: int, total: int) -> ProgressListener | None:
     """One component's progress, counted as part of all components' bytes."""
     if progress is None:
         return None
-    return lambda event: progress(
-        ProgressEvent("load", before + event.done, total, event.label)
-    )
+    return lambda event: progress(ProgressEvent("load", before + event.done, total, event.label))
 
 
 def _loader(name: str, loaders: Mapping[str, type[ComponentLoader]]) -> ComponentLoader:
@@ -137,7 +135,12 @@ def _spec(source: ModelSource, name: str, key: str, server_args: ServerArgs) -> 
 
 def _path(source: ModelSource, name: str, key: str, server_args: ServerArgs) -> Path:
     replaced = server_args.model.component_paths.get(name)
-    return source.root / key if replaced is None else Path(replaced).expanduser()
+    if replaced is None:
+        return source.root / key
+    path = Path(replaced).expanduser()
+    if not path.is_dir():
+        raise InvalidArgument(f"component_paths.{name}", replaced, "no such folder")
+    return path
 
 
 def _precision(name: str, server_args: ServerArgs) -> str:
@@ -158,6 +161,21 @@ def _precision(name: str, server_args: ServerArgs) -> str:
     return config.dit_precision
 
 
+def _check_folders(source: ModelSource, names: Mapping[str, str], server_args: ServerArgs) -> None:
+    """Every component's folder, before the first of them is loaded."""
+    for name, key in names.items():
+        given = server_args.model.component_paths.get(name)
+        if _path(source, name, key, server_args).is_dir():
+            continue
+        if given is not None:
+            raise InvalidArgument(f"component_paths.{name}", given, "is no folder here")
+        if key in source.components:
+            raise CheckpointError(
+                f"component {name!r} is missing: {source.root / key} is no folder. The checkpoint "
+                f"is incomplete; fetch it again, or set --component-paths.{name}"
+            )
+
+
 def _check_names(names: Mapping[str, str], server_args: ServerArgs) -> None:
     model = server_args.model
     for field in ("component_paths", "component_precisions"):
@@ -169,3 +187,8 @@ def _check_names(names: Mapping[str, str], server_args: ServerArgs) -> None:
                     f"this pipeline has no such component.{did_you_mean(name, names)} "
                     f"It has: {', '.join(names)}",
                 )
+    for name, value in model.component_precisions.items():
+        if role_of(name) in ("scheduler", "tokenizer"):
+            raise InvalidArgument(
+                f"component_precisions.{name}", value, "this component has no weights; leave it out"
+            )

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
 
 
-def read_json_object(path: Path) -> dict[str, object]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object that a checkpoint file holds.
 
     Raises:
         CheckpointError: if the file is absent, unreadable, not JSON, or not an object.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as missing:
         raise CheckpointError(f"{path} does not exist.") from missing
     except (OSError, UnicodeDecodeError) as problem:
@@ -25,9 +26,7 @@ def read_json_object(path: Path) -> dict[str, object]:
     try:
         value = json.loads(text)
     except ValueError as problem:
-        raise CheckpointError(
-            f"{path} is not JSON ({problem}).{_likely_cause(text)}"
-        ) from problem
+        raise CheckpointError(f"{path} is not JSON ({problem}).{_likely_cause(text)}") from problem
     except RecursionError as problem:
         raise CheckpointError(f"{path} is nested too deeply to be a configuration.") from problem
     if not isinstance(value, dict):

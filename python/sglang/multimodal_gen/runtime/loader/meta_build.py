@@ -49,3 +49,14 @@ def build_on_meta(construct: Callable[[], M]) -> M:
     """
     with torch.random.fork_rng(devices=[]), parameters_on_meta():
         return construct()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, floating-point tensors made without a dtype have this one (in the whole process)."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)

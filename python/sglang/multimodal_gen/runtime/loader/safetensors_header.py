@@ -171,7 +171,8 @@ def _check_coverage(
         if tensor.offset != position:
             kind = "overlaps the one before it" if tensor.offset < position else "leaves a gap"
             raise CheckpointError(
-                f"{path} has a damaged header: tensor {name!r} {kind}. Likely cause: a damaged file."
+                f"{path} has a damaged header: tensor {name!r} {kind}. "
+                "Likely cause: a damaged file."
             )
         position += tensor.nbytes
     if position > size:

@@ -49,7 +49,7 @@ class TensorReader:
             self._reopen(stored.file)
         try:
             tensor = self._handle.get_tensor(name)
-        except (SafetensorError, AttributeError, TypeError) as problem:
+        except SafetensorError as problem:
             raise CheckpointError(
                 f"Tensor {name!r} ({stored.dtype}) of {stored.file} cannot be read: {problem}."
             ) from problem

@@ -1,268 +1,243 @@
-"""Weights from safetensors into modules: built on meta, checked, then streamed into place."""
+"""Weights streamed from safetensors into a module, one tensor at a time.
+
+Each tensor goes from the memory map straight to its device and dtype. There is no state dict of
+the whole checkpoint, on any device: the peak is the finished module, one tensor and one window of
+the map. The module ends up independent of the files: they may change or vanish afterwards.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 
 import torch
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from sglang.multimodal_gen.runtime.loader.checkpoint import Checkpoint, listed
-from sglang.multimodal_gen.runtime.loader.safetensors_header import StoredTensor
-from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
+from sglang.multimodal_gen.runtime.loader.key_match import (
+    KeyMatch,
+    Slot,
+    match_keys,
+    rename_by_table,
+)
+from sglang.multimodal_gen.runtime.loader.tensor_reader import TensorReader
+from sglang.multimodal_gen.runtime.loader.transformers_keys import (
+    is_transformers_model,
+    transformers_ignored,
+    transformers_rename,
+)
+from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, PipelineDefinitionError
 from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent, ProgressListener
 
-PARAMETER_HOOK = torch.nn.modules.module.register_module_parameter_registration_hook
+DtypeRule = Callable[[str], torch.dtype]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LoadReceipt:
-    """What loading one component did: bytes read, tensors placed, dtypes stored -> in use."""
+    """What one component's load did.
 
-    bytes_read: int = 0
-    tensors: int = 0
-    dtypes: dict[str, int] = field(default_factory=dict)
-
-    def count(self, stored: StoredTensor, placed: Tensor) -> None:
-        """Add one placed tensor."""
-        self.bytes_read += stored.nbytes
-        self.tensors += 1
-        change = f"{stored.dtype} -> {str(placed.dtype).removeprefix('torch.')}"
-        self.dtypes[change] = self.dtypes.get(change, 0) + 1
-
-
-@contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """While this is open, new modules get parameters without storage and buffers with it.
-
-    Buffers stay real because those that no checkpoint holds (position tables) are computed in the
-    constructor. Uses torch's own registration hook.
+    ``dtypes`` counts tensors by ``"BF16 -> float32"``; ``ignored`` are stored names that the
+    module does not want and may leave; ``unused`` safetensors files of the folder not read;
+    ``bytes_read`` is what was read as stored, headers not counted.
     """
 
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        if parameter is None or parameter.is_meta:
-            return parameter
-        return nn.Parameter(parameter.to("meta"), requires_grad=False)
+    component: str
+    files: tuple[Path, ...]
+    bytes_read: int
+    tensors: int
+    dtypes: Mapping[str, int]
+    ignored: tuple[str, ...] = ()
+    unused: tuple[Path, ...] = ()
 
-    handle = PARAMETER_HOOK(to_meta)
-    try:
-        yield
-    finally:
-        handle.remove()
+    def dtype_table(self) -> str:
+        """The dtype counts in one line, most frequent first."""
+        rows = sorted(self.dtypes.items(), key=lambda row: (-row[1], row[0]))
+        return ", ".join(f"{count} {conversion}" for conversion, count in rows)
 
 
 def load_weights(
     module: nn.Module,
     checkpoint: Checkpoint,
     *,
-    device: torch.device | str,
+    device: str,
     dtype: torch.dtype,
-    component: str,
+    label: str,
     progress: ProgressListener | None = None,
 ) -> LoadReceipt:
-    """Fill a module that was built under `parameters_on_meta`.
+    """Fill a module that was built on meta; afterwards it is whole, frozen and in eval mode.
 
-    Every key and shape is checked before the first tensor is read. Tensors go from the mapped file
-    straight to their device and dtype, one at a time; integers keep theirs, and so do the parts
-    that the class declares as float32 islands.
+    Args:
+        module: from ``build_on_meta``; of no use after an error. Its class may carry
+            ``checkpoint_names`` (pattern -> replacement, stored names to module names),
+            ``_keep_in_fp32_modules``, ``_keep_in_fp32_modules_strict``,
+            ``_keys_to_ignore_on_load_unexpected`` and ``_keys_to_ignore_on_load_missing``.
+        checkpoint: from ``find_checkpoint``.
+        device: where parameters and buffers go.
+        dtype: what floating-point tensors become; integers and booleans stay as stored.
+        label: the component's name, for messages and progress.
+        progress: told bytes done of ``checkpoint.total_bytes``, after each tensor.
 
     Raises:
-        CheckpointError: keys are missing or unexpected, or shapes differ; lists them.
+        CheckpointError: before any allocation if names or shapes do not match (see match_keys);
+            while reading if tied weights are stored twice with different values.
+        PipelineDefinitionError: if the constructor left a buffer without values.
     """
-    slots = _slots(module)
-    sources = _match(module, slots, checkpoint, component)
-    _check_shapes(slots, sources, checkpoint, component)
-    is_island = _islands(module, dtype)
-    receipt, done, total = LoadReceipt(), 0, checkpoint.total_bytes
-    for path in checkpoint.files:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            for name, key in sources.items():
-                stored = checkpoint.tensors[key]
-                if stored.file != path:
-                    continue
-                tensor = file.get_tensor(key)
-                target = torch.float32 if is_island(name) else dtype
-                placed = _placed(tensor, device, target)
-                slots[name].fill(placed)
-                receipt.count(stored, placed)
-                done += stored.nbytes
-                if progress is not None:
-                    progress(ProgressEvent("load", done, total, component))
-    _finish(module, device, dtype, component)
-    return receipt
+    match = _match(module, checkpoint, label)
+    dtype_for = dtype_rule(module, dtype)
+    tracker = _Tracker(checkpoint, match, label, progress)
+    counts: Counter[str] = Counter()
+    with TensorReader() as reader:
+        for slot in _in_file_order(match, checkpoint):
+            stored = checkpoint.tensors[slot.source]
+            view = reader.read(slot.source, stored)
+            target = dtype_for(slot.names[0]) if view.is_floating_point() else view.dtype
+            _assign(module, slot.names, _placed(view, device, target))
+            counts[f"{stored.dtype} -> {str(target).removeprefix('torch.')}"] += 1
+            for copy in slot.copies:
+                _require_equal(slot, copy, view, reader.read(copy, checkpoint.tensors[copy]), label)
+            tracker.advance(slot)
+        bytes_read = reader.bytes_read
+    _finish(module, device, label)
+    return LoadReceipt(
+        component=label,
+        files=checkpoint.files,
+        bytes_read=bytes_read,
+        tensors=len(match.slots),
+        dtypes=MappingProxyType(dict(counts)),
+        ignored=match.ignored,
+        unused=checkpoint.unused,
+    )
 
 
-@dataclass(slots=True)
-class _Slot:
-    """One parameter or buffer, under all names that share it."""
+def dtype_rule(module: nn.Module, dtype: torch.dtype) -> DtypeRule:
+    """Module name -> the floating dtype it is loaded in: ``dtype``, or float32 on an fp32 island.
 
-    shape: tuple[int, ...]
-    places: list[tuple[nn.Module, str]]
-    names: list[str]
-    is_parameter: bool
-
-    def fill(self, tensor: Tensor) -> None:
-        value = nn.Parameter(tensor, requires_grad=False) if self.is_parameter else tensor
-        for module, name in self.places:
-            (module._parameters if self.is_parameter else module._buffers)[name] = value  # pyright: ignore[reportArgumentType]
-
-
-def _slots(module: nn.Module) -> dict[str, _Slot]:
-    """What a checkpoint has to fill, by name; tied parameters share one slot."""
-    by_identity: dict[int, _Slot] = {}
-    slots: dict[str, _Slot] = {}
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        persistent = {
-            name: buffer
-            for name, buffer in owner._buffers.items()
-            if buffer is not None and name not in owner._non_persistent_buffers_set
-        }
-        parameters = {n: p for n, p in owner._parameters.items() if p is not None}
-        for group, is_parameter in ((parameters, True), (persistent, False)):
-            for name, tensor in group.items():
-                slot = by_identity.setdefault(
-                    id(tensor), _Slot(tuple(tensor.shape), [], [], is_parameter)
-                )
-                slot.places.append((owner, name))
-                slot.names.append(dot + name)
-                slots[dot + name] = slot
-    return slots
+    Each library means its declarations its own way, and its checkpoints were made with them:
+    Transformers keeps ``_keep_in_fp32_modules`` in float32 for float16 only (a regex anywhere in
+    the name; T5's ``wo`` is bfloat16 in bfloat16) and ``_keep_in_fp32_modules_strict`` for both
+    half precisions; Diffusers, and our own classes, match whole parts of the dotted name.
+    """
+    loose = _declared(module, "_keep_in_fp32_modules")
+    strict = _declared(module, "_keep_in_fp32_modules_strict")
+    if not is_transformers_model(module):
+        parts = {*loose, *strict}
+        return lambda name: torch.float32 if parts.intersection(name.split(".")) else dtype
+    patterns = strict if dtype in (torch.float16, torch.bfloat16) else []
+    patterns = [*patterns, *loose] if dtype == torch.float16 else patterns
+    islands = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
+    return lambda name: torch.float32 if any(rule.search(name) for rule in islands) else dtype
 
 
-def _match(
-    module: nn.Module, slots: Mapping[str, _Slot], checkpoint: Checkpoint, component: str
-) -> dict[str, str]:
-    """Slot name -> the stored key that fills it; one entry for tied names."""
-    rename = _renamer(module, set(slots))
-    ignored = [re.compile(p) for p in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    sources: dict[str, str] = {}
-    unexpected = []
-    for key in checkpoint.tensors:
-        name = rename(key)
-        if name in slots:
-            sources[name] = key
-        elif not any(pattern.search(key) for pattern in ignored):
-            unexpected.append(key)
-    filled = {id(slots[name]) for name in sources}
-    missing = sorted({s.names[0] for s in slots.values() if id(s) not in filled})
-    if missing or unexpected:
-        raise CheckpointError(_mismatch(module, checkpoint, component, missing, unexpected))
-    first: dict[int, str] = {}
-    for name in sources:
-        first.setdefault(id(slots[name]), name)
-    return {name: sources[name] for name in first.values()}
+def _match(module: nn.Module, checkpoint: Checkpoint, label: str) -> KeyMatch:
+    if is_transformers_model(module):
+        rename = transformers_rename(module, label)
+        ignored = list(transformers_ignored(module))
+    else:
+        table = getattr(module, "checkpoint_names", None) or {}
+        rename = rename_by_table(table, type(module).__name__)
+        ignored = _declared(module, "_keys_to_ignore_on_load_unexpected")
+    return match_keys(
+        module,
+        checkpoint,
+        label=label,
+        rename=rename,
+        ignore_unexpected=ignored,
+        ignore_missing=_declared(module, "_keys_to_ignore_on_load_missing"),
+    )
 
 
-def _mismatch(
-    module: nn.Module,
-    checkpoint: Checkpoint,
-    component: str,
-    missing: list[str],
-    unexpected: list[str],
-) -> str:
-    parts = [f"{checkpoint.path}: the weights do not fit {component} ({type(module).__name__})."]
-    if missing:
-        parts.append(f"Missing {len(missing)}: {listed(missing)}.")
-    if unexpected:
-        parts.append(f"Unexpected {len(unexpected)}: {listed(sorted(unexpected))}.")
-    parts.append("Check that config.json and the weights belong together.")
-    return " ".join(parts)
+def _declared(module: nn.Module, attribute: str) -> list[str]:
+    """A declaration of the class, which libraries write as None, one name, a list or a set."""
+    value: str | Collection[str] | None = getattr(module, attribute, None)
+    return [value] if isinstance(value, str) else sorted(value or ())
 
 
-def _check_shapes(
-    slots: Mapping[str, _Slot], sources: Mapping[str, str], checkpoint: Checkpoint, component: str
+def _in_file_order(match: KeyMatch, checkpoint: Checkpoint) -> list[Slot]:
+    def place(slot: Slot) -> tuple[Path, int]:
+        stored = checkpoint.tensors[slot.source]
+        return stored.file, stored.offset
+
+    return sorted(match.slots, key=place)
+
+
+def _placed(view: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of a mapped tensor on its device, in its dtype: never an alias of the file."""
+    if torch.device(device).type == "cpu":
+        return view.to(dtype=dtype, copy=True)
+    return view.to(device).to(dtype)  # the stored bytes travel, the device casts
+
+
+def _assign(module: nn.Module, names: tuple[str, ...], value: torch.Tensor) -> None:
+    """Put one tensor under all its names, as a frozen parameter where a parameter was."""
+    path, _, leaf = names[0].rpartition(".")
+    old = getattr(module.get_submodule(path), leaf)
+    if isinstance(old, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=False)
+        value.__dict__.update(old.__dict__)
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(path), leaf, value)
+
+
+def _require_equal(
+    slot: Slot, copy: str, first: torch.Tensor, second: torch.Tensor, label: str
 ) -> None:
-    wrong = [
-        f"{name}: stored {list(checkpoint.tensors[key].shape)}, needed {list(slots[name].shape)}"
-        for name, key in sources.items()
-        if tuple(checkpoint.tensors[key].shape) != slots[name].shape
-    ]
-    if wrong:
+    if not (_same_bytes(first, second) or torch.equal(first.double(), second.double())):
         raise CheckpointError(
-            f"{checkpoint.path}: {len(wrong)} tensors of {component} have another shape than "
-            f"config.json says. {listed(wrong)}"
+            f"Checkpoint of {label!r} stores {slot.source!r} and {copy!r} with different values, "
+            f"but the model shares one tensor between {listed(slot.names)}."
         )
 
 
-def _renamer(module: nn.Module, names: set[str]) -> Callable[[str], str]:
-    """How stored keys become the module's names.
-
-    A class may carry ``checkpoint_names``, a table of patterns and replacements. Transformers'
-    classes follow that library's own table of renames since older releases.
-    """
-    table = getattr(module, "checkpoint_names", None)
-    if table:
-        patterns = [(re.compile(pattern), target) for pattern, target in dict(table).items()]
-
-        def by_table(key: str) -> str:
-            for pattern, target in patterns:
-                key, hits = pattern.subn(target, key)
-                if hits:
-                    break
-            return key
-
-        return by_table
-    if type(module).__module__.startswith("transformers."):
-        return _transformers_renamer(module, names)
-    return lambda key: key
+def _same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """The usual case, without the memory that a comparison in a wider dtype takes."""
+    if first.dtype != second.dtype:
+        return False
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
-def _transformers_renamer(module: Any, names: set[str]) -> Callable[[str], str]:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
-
-    # Only one-to-one renames; a conversion that merges tensors leaves its keys unexpected.
-    renames = [r for r in get_model_conversion_mapping(module) if isinstance(r, WeightRenaming)]
-
-    def rename(key: str) -> str:
-        if key in names:
-            return key
-        for transform in renames:
-            key = transform.rename_source_key(key)[0]
-        return key
-
-    return rename
-
-
-def _islands(module: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Which parameters stay float32 whatever is asked: the class says so by name.
-
-    Transformers' classes mean ``_keep_in_fp32_modules`` for float16 alone.
-    """
-    if dtype == torch.float32:
-        return lambda name: True
-    patterns = list(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
-    of_transformers = type(module).__module__.startswith("transformers.")
-    if dtype == torch.float16 or not of_transformers:
-        patterns += list(getattr(module, "_keep_in_fp32_modules", None) or ())
-    if not patterns:
-        return lambda name: False
-    found = re.compile("|".join(rf"(^|\.){re.escape(p)}($|\.)" for p in patterns))
-    return lambda name: bool(found.search(name))
-
-
-def _placed(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-    target = dtype if tensor.is_floating_point() else tensor.dtype
-    placed = tensor.to(device=device, dtype=target)
-    # The mapped file must not stay behind a weight: it may change or vanish under us.
-    return placed.clone() if placed is tensor else placed
-
-
-def _finish(
-    module: nn.Module, device: torch.device | str, dtype: torch.dtype, component: str
-) -> None:
-    """Buffers that no checkpoint holds move to the device; nothing may be left without storage."""
+def _finish(module: nn.Module, device: str, label: str) -> None:
+    """Eval mode, no gradients, computed buffers on the device, nothing left without values."""
     for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                owner._buffers[name] = buffer.to(device)
-    left = [name for name, p in module.named_parameters() if p.is_meta]
-    left += [name for name, b in module.named_buffers() if b.is_meta]
-    assert not left, f"{component}: no value for {listed(left)}"
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            if not buffer.is_meta:
+                setattr(owner, name, buffer.to(device))
+    state = [*module.named_parameters(), *module.named_buffers()]
+    empty = [name for name, tensor in state if tensor.is_meta]
+    if empty:
+        raise PipelineDefinitionError(
+            f"{type(module).__name__} ({label!r}) has no values for {listed(empty)} after loading: "
+            "its constructor computes them from parameters, which have none yet. Compute them in "
+            "forward, or make them persistent buffers."
+        )
     module.eval().requires_grad_(False)
+
+
+class _Tracker:
+    """Tells a listener how many of the checkpoint's bytes are done; ignored ones count at once."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        match: KeyMatch,
+        label: str,
+        listener: ProgressListener | None,
+    ) -> None:
+        self._tensors = checkpoint.tensors
+        self._label = label
+        self._listener = listener
+        self._total = checkpoint.total_bytes
+        self._done = sum(self._tensors[name].nbytes for name in match.ignored)
+        self._tell()
+
+    def advance(self, slot: Slot) -> None:
+        self._done += sum(self._tensors[name].nbytes for name in (slot.source, *slot.copies))
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._listener is not None:
+            self._listener(ProgressEvent("load", self._done, self._total, self._label))

@@ -113,25 +113,39 @@ class ComposedPipelineBase(ABC):
         """Put a component in place, for stages wired after this."""
         self.modules[name] = module
 
+    @classmethod
+    def bind_checkpoint(cls, source: ModelSource, server_args: ServerArgs) -> ServerArgs:
+        """The arguments with the checkpoint's facts in their pipeline config; loads no weights."""
+        config = server_args.pipeline_config
+        assert config is not None
+        facts = read_component_configs(source, cls._index_names(), server_args)
+        return dataclasses.replace(server_args, pipeline_config=config.with_checkpoint(facts))
+
+    @classmethod
+    def _index_names(cls, names: Sequence[str] | None = None) -> dict[str, str]:
+        """This pipeline's component names -> those of ``model_index.json``."""
+        names = cls._required_config_modules if names is None else names
+        return {name: cls._extra_config_module_map.get(name, name) for name in names}
+
     def _load_modules(self, given: Mapping[str, Any], progress: ProgressListener | None) -> None:
         self.modules = dict(given)
         missing = [name for name in self.required_config_modules if name not in given]
-        config = self.server_args.pipeline_config
-        assert config is not None
         if missing:
-            source: ModelSource = resolve_model_source(
-                self.model_path, self.server_args.model.revision
-            )
-            names = {name: self._extra_config_module_map.get(name, name) for name in missing}
-            config = config.with_checkpoint(read_component_configs(source, names, self.server_args))
-            self.server_args = dataclasses.replace(self.server_args, pipeline_config=config)
+            source = resolve_model_source(self.model_path, self.server_args.model.revision)
+            self.server_args = self.bind_checkpoint(source, self.server_args)
             start = time.perf_counter()
             loaded = load_components(
-                source, names, self.server_args, self.component_loaders, progress
+                source,
+                self._index_names(missing),
+                self.server_args,
+                self.component_loaders,
+                progress,
             )
             self.modules |= {name: component.module for name, component in loaded.items()}
             self.load_timings = {name: component.seconds for name, component in loaded.items()}
             self.load_timings["total"] = time.perf_counter() - start
+        config = self.server_args.pipeline_config
+        assert config is not None
         config.seal()
 
     # Stages.

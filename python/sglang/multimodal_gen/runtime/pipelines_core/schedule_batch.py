@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
 from sglang.multimodal_gen.configs.task_type import DataType, ModelTaskType
-from sglang.multimodal_gen.runtime.utils.errors import Cancelled
+from sglang.multimodal_gen.runtime.utils.errors import CallbackFailed, Cancelled
 from sglang.multimodal_gen.runtime.utils.progress import Phase, ProgressEvent, ProgressListener
 
 if TYPE_CHECKING:
@@ -31,13 +31,17 @@ class RequestControl:
         """Tell the caller how far a phase has come; stop here if asked to."""
         if self.cancelled.is_set():
             raise Cancelled(f"stopped by the caller in {label}, {done} of {total}")
-        if self.listener is not None:
+        if self.listener is None:
+            return
+        try:
             self.listener(ProgressEvent(phase, done, total, label))
+        except Exception as error:  # the boundary to the caller's code: not to be taken for ours
+            raise CallbackFailed(f"the progress callback raised {error!r}") from error
 
 
 def _by_a_stage() -> Any:
     """A field without a value until a stage writes it; reading it before is an error."""
-    return field(init=False)
+    return field(init=False, repr=False)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,11 +6,17 @@ command line reads server arguments, and must not pay seconds for its ``--help``
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import resource
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # proc(5): reset the peak resident set size to the current one
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +53,34 @@ def device_facts() -> DeviceFacts:
 
 
 def peak_memory_mb(device: str) -> float:
-    """The most memory taken so far, in MiB.
+    """The most memory taken at once since :func:`reset_peak_memory`, in MiB.
 
-    On ``cuda`` it is what torch's allocator held at once since :func:`reset_peak_memory`. On
-    ``cpu`` it is the largest resident set of this process since it started (``ru_maxrss``), Python
-    and libraries included: the system keeps no other count, and none that can be reset.
+    On ``cuda`` it is what torch's allocator held. On ``cpu`` it is the largest resident set of this
+    process, Python and libraries included; where the system cannot start a new peak (it is not
+    Linux), that of the process's whole life.
     """
     if device == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated() / 2**20
+    if _STATUS.exists():
+        # Not ru_maxrss: Linux hands the parent's peak on to a program that it starts.
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) / 2**10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux counts in KiB, macOS in bytes.
+    # macOS counts in bytes, other systems in KiB.
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 
 
 def reset_peak_memory(device: str) -> None:
-    """Start a new peak on ``cuda``; without effect on ``cpu`` (see :func:`peak_memory_mb`)."""
+    """Start a new peak for :func:`peak_memory_mb`."""
     if device == "cuda":
         import torch
 
         torch.cuda.reset_peak_memory_stats()
+    elif _CLEAR_REFS.exists():
+        with contextlib.suppress(OSError):  # some containers forbid it: the peak then stays
+            _CLEAR_REFS.write_text(_RESET_PEAK)
 
 
 def synchronize(device: str) -> None:

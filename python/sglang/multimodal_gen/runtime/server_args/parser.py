@@ -61,12 +61,14 @@ class FlagParser(argparse.ArgumentParser):
         """Add a group of generated flags; ``owner`` is named when two groups claim one spelling."""
         group = self.add_argument_group(title)
         for spec in flags:
-            taken = self._known.setdefault(spec.spelling, owner)
-            if taken is not owner:
-                raise PipelineDefinitionError(
-                    f"{owner}.{spec.name} claims the flag {spec.spelling}, which {taken} has. Give "
-                    "the field metadata={'flag': '--another-name'}, or False for no flag."
-                )
+            for spelling in (spec.spelling, *spec.aliases):
+                if spelling in self._known:
+                    raise PipelineDefinitionError(
+                        f"{owner}.{spec.name} claims the flag {spelling}, which "
+                        f"{self._known[spelling]} has. Give the field metadata="
+                        "{'flag': '--another-name'}, or False for no flag."
+                    )
+                self._known[spelling] = owner
             self._add_flag(group, spec)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:

@@ -11,6 +11,7 @@
     ├── CheckpointError (ValueError)  a checkpoint is incomplete, damaged or of another shape
     ├── PipelineDefinitionError (TypeError)  a porter's pipeline, stage or registration is wrong
     ├── Cancelled                  the caller asked to stop; not a failure
+    ├── CallbackFailed             the caller's progress callback raised; its error is the cause
     └── InternalError              our fault: exit code 1, HTTP 5xx
         └── NonFiniteOutput        a component produced NaN or infinity
 
@@ -65,6 +66,10 @@ class PipelineDefinitionError(DiffusionError, TypeError):
 
 class Cancelled(DiffusionError):
     """Work stopped because the caller asked for it."""
+
+
+class CallbackFailed(DiffusionError):
+    """The caller's own callback raised: its error, the cause, goes back to the caller as it is."""
 
 
 class InternalError(DiffusionError, RuntimeError):

@@ -16,7 +16,6 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ MAX_INPUT_PIXELS = 64 * 2**20
 _INPUT_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
 # What decoders raise on damaged bytes; Pillow documents OSError alone, its plug-ins know better.
 _DAMAGE = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError,
-           OverflowError, struct.error, zlib.error)  # fmt: skip
+           OverflowError, RuntimeError, struct.error, zlib.error)  # fmt: skip
 _SIXTEEN_BIT = ("I;16", "I;16B", "I;16L", "I;16N", "I")
 
 _EXIF_IFD = 0x8769
@@ -76,14 +75,6 @@ def image_format(path: Path) -> str:
             f"Use one of {known}.{did_you_mean(suffix, FORMATS)}"
         )
     return FORMATS[suffix]
-
-
-def default_stem(seed: int, when: datetime) -> str:
-    """The name, without suffix, of a picture that nobody named: by time and seed.
-
-    Never by the prompt, which may hold slashes, be too long, or be nobody else's business.
-    """
-    return f"{when:%Y%m%d-%H%M%S}-{seed}"
 
 
 def encode_image(

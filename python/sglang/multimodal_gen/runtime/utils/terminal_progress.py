@@ -8,15 +8,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
-from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent
+from sglang.multimodal_gen.runtime.utils.progress import Phase, ProgressEvent
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 SECONDS_BETWEEN_LINES = 5.0
-"""How often a log hears about one piece of work that goes on."""
-
-_Key = tuple[str, str]  # phase and label
+"""How often a log hears about a phase that goes on."""
 
 
 class _Display(Protocol):
@@ -61,7 +59,7 @@ class TerminalProgress:
 
 
 class _Bars:
-    """One bar for each piece of work: a component that loads, a stage that steps."""
+    """One bar for each phase, which names the component or stage at work."""
 
     def __init__(self, stream: TextIO) -> None:
         # rich takes 50 ms to import, and only someone who watches pays them.
@@ -76,15 +74,15 @@ class _Bars:
             console=Console(file=stream),
             redirect_stdout=False,  # standard output carries the result
         )
-        self._tasks: dict[_Key, TaskID] = {}
+        self._tasks: dict[Phase, TaskID] = {}
         self._progress.start()
 
     def show(self, event: ProgressEvent) -> None:
-        key = (event.phase, event.label)
-        if key not in self._tasks:
-            self._tasks[key] = self._progress.add_task(_title(event), amount="")
+        if event.phase not in self._tasks:
+            self._tasks[event.phase] = self._progress.add_task(_title(event), amount="")
         self._progress.update(
-            self._tasks[key],
+            self._tasks[event.phase],
+            description=_title(event),
             completed=event.done if event.total else 1,
             total=event.total or 1,
             amount=_amount(event),
@@ -95,32 +93,35 @@ class _Bars:
 
 
 class _Lines:
-    """A line when a piece of work ends, and now and then while it lasts."""
+    """A line when a phase ends, and now and then while it lasts."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
-        self._started: dict[_Key, float] = {}
-        self._written: dict[_Key, float] = {}
+        self._started: dict[Phase, float] = {}
+        self._written: dict[Phase, float] = {}
 
     def show(self, event: ProgressEvent) -> None:
-        key, now = (event.phase, event.label), self._clock()
-        start = self._started.setdefault(key, now)
+        phase, now = event.phase, self._clock()
+        start = self._started.setdefault(phase, now)
         finished = event.done >= event.total
-        if not finished and now - self._written.get(key, start) < SECONDS_BETWEEN_LINES:
+        if not finished and now - self._written.get(phase, start) < SECONDS_BETWEEN_LINES:
             return
-        self._written[key] = now
+        self._written[phase] = now
         line = f"{_title(event)}: {_amount(event)}, {now - start:.1f} s"
         print(line, file=self._stream, flush=True)
-        if finished:  # the same work may come again, for the next batch
-            del self._started[key], self._written[key]
+        if finished:  # the same phase may come again, for another call
+            del self._started[phase], self._written[phase]
 
     def close(self) -> None:
         """Nothing to take down: each line is complete when it is written."""
 
 
 def _title(event: ProgressEvent) -> str:
-    return f"load {event.label}" if event.phase == "load" else event.label
+    """What is at work. Loading counts all components together, so its end names none."""
+    if event.phase != "load":
+        return event.label
+    return "load" if event.done >= event.total else f"load {event.label}"
 
 
 def _amount(event: ProgressEvent) -> str:

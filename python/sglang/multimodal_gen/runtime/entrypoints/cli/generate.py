@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from sglang.multimodal_gen.runtime.entrypoints.cli.generate_options import (
     GenerateOptions,
@@ -48,21 +48,28 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def open_generator(args: ServerArgs, progress: ProgressListener | None) -> DiffGenerator:
-    """Load the model. torch is imported here, after everything that needs no torch was checked."""
-    from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import DiffGenerator
+def open_generator(
+    args: ServerArgs, request: Mapping[str, Any], progress: ProgressListener | None
+) -> DiffGenerator:
+    """Load the model, unless its checkpoint's configs already tell that it cannot do ``request``.
 
+    torch is imported here, after everything that needs no torch was checked.
+    """
+    from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import DiffGenerator
+    from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
+
+    model = ModelDescription.find(args)
+    model.admit(model.sampling_params(request))
     return DiffGenerator.from_server_args(args, progress=progress)
 
 
 def _generate(options: GenerateOptions) -> GenerationResult:
     with TerminalProgress() as bars:
         listener = None if options.own.quiet else bars
-        with open_generator(options.server, listener) as generator:
+        with open_generator(options.server, options.request, listener) as generator:
             if not options.own.quiet:
                 print_notes(generator.notes, sys.stderr)
-            prompts = {"prompt": list(options.prompts)} if options.prompts else {}
-            return generator.generate(progress=listener, **prompts, **options.sampling)
+            return generator.generate(progress=listener, **options.request)
 
 
 def _tell(options: GenerateOptions, result: GenerationResult, target: OutputTarget) -> None:

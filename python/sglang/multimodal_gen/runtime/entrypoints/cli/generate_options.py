@@ -72,6 +72,11 @@ class GenerateOptions:
     sampling: dict[str, Any]
     image_count: int
 
+    @property
+    def request(self) -> dict[str, Any]:
+        """The sampling settings asked for, with the prompts."""
+        return self.sampling | ({"prompt": list(self.prompts)} if self.prompts else {})
+
 
 def read_options(argv: Sequence[str]) -> GenerateOptions | None:
     """The options of a command line; None when ``--help`` was asked for, and printed.
@@ -107,9 +112,8 @@ class _CommandLine:
     ) -> None:
         self.sampling_cls = sampling_cls
         self.own_flags = flags_of(GenerateArgs)
-        own_fields = {spec.name for spec in self.own_flags}
         # `prompt` is the command's: it also comes from files.
-        self.sampling_flags = flags_of(sampling_cls, without=own_fields)
+        self.sampling_flags = flags_of(sampling_cls, without=("prompt",))
         self.parser = self._parser()
         if unknown_allowed:
             self.said, _ = self.parser.parse_known(argv)

@@ -6,9 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
-import sglang.multimodal_gen
 from sglang.multimodal_gen.runtime.server_args.parser import FlagParser
 
 _WIDE = 200  # columns where nobody watches: a log or a pipe should get whole names
@@ -32,14 +30,9 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def bundled_models() -> list[str]:
-    """The names of the models that ship inside this package."""
-    folder = Path(sglang.multimodal_gen.__file__).parent / "bundled"
-    return sorted(index.parent.name for index in folder.glob("*/model_index.json"))
-
-
 def _list(*, as_json: bool) -> None:
     from sglang.multimodal_gen.registry import known_models
+    from sglang.multimodal_gen.runtime.loader.model_source import bundled_models
 
     models = known_models()
     if as_json:
@@ -67,8 +60,7 @@ def _list(*, as_json: bool) -> None:
             for known in models
         ),
     )
-    bundled = bundled_models()
-    print(f"bundled: {', '.join(bundled) if bundled else 'none'}")
+    print(f"bundled: {', '.join(bundled_models()) or 'none'}")
     print("Other checkpoints of these families load by folder or Hugging Face id.")
 
 

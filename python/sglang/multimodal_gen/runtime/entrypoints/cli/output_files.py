@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sglang.multimodal_gen.runtime.entrypoints.result_files import names_a_file
 from sglang.multimodal_gen.runtime.utils.atomic_file import (
     MAX_NAME_BYTES,
     check_output_folder,
@@ -18,7 +18,6 @@ from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 from sglang.multimodal_gen.runtime.utils.image_file import (
     FORMATS,
     ImageMetadata,
-    default_stem,
     encode_image,
     image_format,
 )
@@ -43,19 +42,23 @@ class OutputTarget:
     overwrite: bool
 
     def write(self, result: GenerationResult, *, metadata: bool) -> Iterator[Path]:
-        """Write the pictures one by one; yields each path when its file is complete.
+        """Write the pictures; yields the path of each when its file is complete.
+
+        Several pictures of one name are numbered: ``name.png``, ``name-2.png``, ...
 
         Raises:
             OutputError: a file could not be written; those before it are complete.
         """
-        now = datetime.now()
+        if self.name is None:
+            yield from result.save(self.folder, metadata=metadata)
+            return
+        path = self.folder / self.name
         for index, image in enumerate(result.images):
-            path = self.folder / (self.name or f"{default_stem(image.seed, now)}.png")
             about = ImageMetadata(image.prompt, image.seed, result.model, result.parameters)
             data = encode_image(
                 image.array, image_format(path), metadata=about if metadata else None
             )
-            if self.name is None or not self.overwrite:
+            if not self.overwrite:
                 yield write_new_file(path, data)
             elif index == 0:
                 yield replace_file(path, data)
@@ -71,7 +74,7 @@ def output_target(args: GenerateArgs, image_count: int) -> OutputTarget:
         OutputError: the folder cannot be written, or the suffix names no known format.
     """
     path, name = Path(args.output_path), args.output_file_name
-    if _names_a_picture(path):
+    if names_a_file(path) or path.suffix.lower() in _OTHER_IMAGES:
         if name is not None:
             problem = "names a file, and --output-file-name another. Give one of them."
             raise InvalidArgument("output_path", args.output_path, problem)
@@ -84,13 +87,9 @@ def output_target(args: GenerateArgs, image_count: int) -> OutputTarget:
     return OutputTarget(check_output_folder(path), name, args.overwrite)
 
 
-def _names_a_picture(path: Path) -> bool:
-    return path.suffix.lower() in (*FORMATS, *_OTHER_IMAGES) and not path.is_dir()
-
-
 def _checked_name(name: str) -> str:
     """A bare file name with a suffix that can be written; ``.png`` is added where none is."""
-    if not name.strip() or name != Path(name).name or "\0" in name:
+    if not name.strip(" .") or name != Path(name).name or "\0" in name:
         problem = "must be a bare file name. Choose its folder with --output-path."
         raise InvalidArgument("output_file_name", name, problem)
     if Path(name).suffix.lower() not in (*FORMATS, *_OTHER_IMAGES):

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from sglang.multimodal_gen.runtime.loader.checkpoint import find_checkpoint
+from sglang.multimodal_gen.runtime.loader.checkpoint import Checkpoint, find_checkpoint
+from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes import library_class
 from sglang.multimodal_gen.runtime.loader.json_file import read_json_object
-from sglang.multimodal_gen.runtime.loader.weights import (
-    LoadReceipt,
-    load_weights,
-    parameters_on_meta,
-)
+from sglang.multimodal_gen.runtime.loader.meta_build import build_on_meta, default_dtype
+from sglang.multimodal_gen.runtime.loader.weights import LoadReceipt, load_weights
 from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
 from sglang.multimodal_gen.runtime.utils.precision import parse_precision
@@ -25,13 +24,13 @@ from sglang.multimodal_gen.runtime.utils.precision import parse_precision
 if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
 
-LIBRARIES = ("diffusers", "transformers")
-"""Where classes that no model file registers may come from."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ComponentSpec:
-    """One component to load: where it is, what ``model_index.json`` says, how it is wanted."""
+    """One component to load: where it is, what ``model_index.json`` says, how it is wanted.
+
+    ``library`` and ``architecture`` are None for a component that the index does not name.
+    """
 
     name: str
     path: Path
@@ -40,14 +39,31 @@ class ComponentSpec:
     precision: str
     device: str
 
-    @property
+    @cached_property
     def config(self) -> dict[str, Any]:
-        """Its ``config.json``.
+        """Its ``config.json``, read once.
 
         Raises:
             CheckpointError: the file is absent or no JSON object.
         """
         return read_json_object(self.path / "config.json")
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """Its weights' files and headers, looked at once.
+
+        Raises:
+            CheckpointError: they are missing, damaged or ambiguous.
+        """
+        return find_checkpoint(self.path)
+
+    def require_folder(self) -> None:
+        """Raise CheckpointError unless the folder is there."""
+        if not self.path.is_dir():
+            raise CheckpointError(
+                f"component {self.name!r} is missing: {self.path} is no folder. The checkpoint is "
+                f"incomplete; fetch it again, or set --component-paths.{self.name}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +78,15 @@ class LoadedComponent:
 class ComponentLoader(ABC):
     """Loads components of one kind. A loader that is chosen fails on errors; none falls back."""
 
-    def load(self, spec: ComponentSpec, progress: ProgressListener | None = None) -> LoadedComponent:
+    def load(
+        self, spec: ComponentSpec, progress: ProgressListener | None = None
+    ) -> LoadedComponent:
         """Load one component.
 
         Raises:
             CheckpointError: its folder, config or weights are missing, damaged or do not fit.
         """
-        if not spec.path.is_dir():
-            raise CheckpointError(
-                f"component {spec.name!r} is missing: {spec.path} is no folder. The checkpoint is "
-                f"incomplete; fetch it again, or set --component-paths.{spec.name}"
-            )
+        spec.require_folder()
         start = time.perf_counter()
         module, receipt = self.load_module(spec, progress)
         return LoadedComponent(module, receipt, time.perf_counter() - start)
@@ -91,17 +105,26 @@ class NeuralComponentLoader(ComponentLoader):
         self, spec: ComponentSpec, progress: ProgressListener | None
     ) -> tuple[nn.Module, LoadReceipt]:
         """The module, in eval mode, on its device and in its precision."""
+        if spec.config.get("quantization_config"):
+            raise CheckpointError(
+                f"component {spec.name!r}: {spec.path} is quantised (quantization_config in its "
+                "config.json), which is not supported; use the unquantised checkpoint"
+            )
+        checkpoint = spec.checkpoint
         cls = self.model_class(spec)
-        checkpoint = find_checkpoint(spec.path)
+        if not issubclass(cls, nn.Module):
+            raise CheckpointError(f"component {spec.name!r}: {cls.__name__} is no torch module")
         dtype = parse_precision(spec.precision, field=f"component_precisions.{spec.name}")
-        with parameters_on_meta():
-            module = self.build(cls, spec)
+        # Both libraries construct under the wanted dtype: buffers that a constructor computes
+        # without naming a dtype follow it, and those that name one keep it.
+        with default_dtype(dtype):
+            module = build_on_meta(lambda: self._built(cls, spec))
         receipt = load_weights(
             module,
             checkpoint,
             device=spec.device,
             dtype=dtype,
-            component=spec.name,
+            label=spec.name,
             progress=progress,
         )
         return module, receipt
@@ -114,7 +137,11 @@ class NeuralComponentLoader(ComponentLoader):
         return library_class(spec.name, spec.library, name)
 
     def architecture(self, spec: ComponentSpec) -> str:
-        """The architecture's name: ``config.json``'s, else ``model_index.json``'s."""
+        """The architecture's name: ``config.json``'s, else ``model_index.json``'s.
+
+        Raises:
+            CheckpointError: neither names it.
+        """
         name = spec.config.get("_class_name") or spec.architecture
         if not isinstance(name, str):
             raise CheckpointError(
@@ -124,11 +151,19 @@ class NeuralComponentLoader(ComponentLoader):
         return name
 
     def build(self, cls: type, spec: ComponentSpec) -> nn.Module:
-        """An instance with parameters on meta, made from the config's non-metadata fields."""
-        config = {k: v for k, v in spec.config.items() if not k.startswith("_")}
+        """An instance, made from the config's non-metadata fields; called where it is cheap."""
+        return cls(**{key: value for key, value in spec.config.items() if not key.startswith("_")})
+
+    def _built(self, cls: type, spec: ComponentSpec) -> nn.Module:
         try:
-            return cls(**config)
-        except TypeError as error:
+            return self.build(cls, spec)
+        except (
+            TypeError,
+            ValueError,
+            KeyError,
+            NotImplementedError,
+            StrictDataclassError,
+        ) as error:
             raise CheckpointError(
                 f"component {spec.name!r}: {spec.path / 'config.json'} does not fit "
                 f"{cls.__name__}: {error}"
@@ -144,22 +179,3 @@ class PlainStateDictComponentLoader(NeuralComponentLoader):
     def model_class(self, spec: ComponentSpec) -> type:
         """The registered class; libraries are not searched."""
         return ModelRegistry.resolve_model_cls(self.architecture(spec))[0]
-
-
-def library_class(component: str, library: str | None, name: str) -> Any:
-    """A class by name from one of the two libraries that checkpoints refer to.
-
-    Raises:
-        CheckpointError: the library is another one, or has no such class.
-    """
-    if library not in LIBRARIES:
-        raise CheckpointError(
-            f"component {component!r}: class {name} of library {library!r} is not registered, and "
-            f"only {' and '.join(LIBRARIES)} are searched; register it with ModelRegistry"
-        )
-    cls = getattr(importlib.import_module(library), name, None)
-    if not isinstance(cls, type):
-        raise CheckpointError(
-            f"component {component!r}: {library} has no class {name}; a newer {library} may"
-        )
-    return cls

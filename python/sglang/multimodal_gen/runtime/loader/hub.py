@@ -1,0 +1,114 @@
+"""Checkpoints from a model hub, through ``huggingface_hub``: cached, resumable, never a pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from sglang.multimodal_gen.runtime.loader.checkpoint import PICKLE_SUFFIXES, SUFFIX
+from sglang.multimodal_gen.runtime.loader.model_index import (
+    MODEL_INDEX,
+    SAMPLING_DEFAULTS,
+    components_of,
+    read_model_index,
+)
+from sglang.multimodal_gen.runtime.utils.errors import ModelNotFound
+
+T = TypeVar("T")
+
+_WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+_VARIANTS = tuple(
+    f"*.{v}[.-]*safetensors" for v in ("fp8", "fp16", "bf16", "fp32", "ema", "non_ema")
+)
+
+
+def fetch_from_hub(repo_id: str, revision: str | None) -> Path:
+    """The local snapshot folder of a hub repository, fetched where the cache lacks it.
+
+    ``model_index.json`` first, then the folders of the components that it names, at the same
+    commit. Honours ``HF_HOME``, ``HF_HUB_OFFLINE`` and ``HF_TOKEN``, because the library does.
+
+    Raises:
+        ModelNotFound: with the reason (no such repository, gated, offline...) and the remedy.
+        CheckpointError: the fetched ``model_index.json`` is malformed.
+    """
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    def fetch(patterns: Iterable[str], ignored: Iterable[str] = ()) -> None:
+        snapshot_download(
+            repo_id,
+            revision=commit,
+            allow_patterns=list(patterns),
+            ignore_patterns=[*ignored, *(f"*{suffix}" for suffix in PICKLE_SUFFIXES)],
+        )
+
+    index = _translated(
+        repo_id, revision, lambda: hf_hub_download(repo_id, MODEL_INDEX, revision=revision)
+    )
+    root = Path(index).parent
+    commit = root.name if root.parent.name == "snapshots" else revision
+    components = components_of(read_model_index(root), root)
+    wanted = [f"{name}/{pattern}" for name in components for pattern in _WANTED]
+    wanted += [MODEL_INDEX, SAMPLING_DEFAULTS]
+    _translated(repo_id, revision, lambda: fetch(wanted, _VARIANTS))
+    # Some repositories publish a component as a variant only: then the variant is what there is.
+    bare = [name for name in components if _lacks_weights(root / name)]
+    if bare:
+        _translated(repo_id, revision, lambda: fetch(f"{name}/*{SUFFIX}" for name in bare))
+    return root
+
+
+def _lacks_weights(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and not any(folder.glob(f"*{SUFFIX}"))
+
+
+def _translated(repo_id: str, revision: str | None, fetch: Callable[[], T]) -> T:
+    """Run one fetch; the library's errors become sentences that name value and remedy."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    what = f"model_path={repo_id!r}" + (f" at revision {revision!r}" if revision else "")
+    try:
+        return fetch()
+    except HFValidationError as problem:
+        raise ModelNotFound(f"{what} is no folder here, and no hub id: {problem}") from problem
+    except GatedRepoError as problem:
+        raise ModelNotFound(
+            f"{what}: the repository is gated. Accept its terms on its hub page and log in with "
+            "`hf auth login` (or set HF_TOKEN)."
+        ) from problem
+    except RepositoryNotFoundError as problem:
+        raise ModelNotFound(
+            f"{what} is neither a folder here nor a repository that the hub shows. Check the "
+            "spelling; for a private repository log in with `hf auth login`."
+        ) from problem
+    except RevisionNotFoundError as problem:
+        raise ModelNotFound(
+            f"{what}: the repository has no such branch, tag or commit."
+        ) from problem
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as problem:
+        why = (
+            "HF_HUB_OFFLINE is set. Unset it once to download"
+            if constants.HF_HUB_OFFLINE
+            else "the hub cannot be reached. Check the connection"
+        )
+        raise ModelNotFound(
+            f"{what} is no folder here and not in the cache {constants.HF_HUB_CACHE}, and {why}, "
+            "or give a local folder."
+        ) from problem
+    except EntryNotFoundError as problem:
+        raise ModelNotFound(
+            f"{what} has no {MODEL_INDEX}: it is no pipeline in the Diffusers layout."
+        ) from problem
+    except (HfHubHTTPError, OSError) as problem:
+        raise ModelNotFound(f"{what} could not be fetched: {problem}") from problem

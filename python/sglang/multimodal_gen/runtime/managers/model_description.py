@@ -1,0 +1,77 @@
+"""A model that was found and understood, but not loaded: enough to refuse a request early."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
+from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
+from sglang.multimodal_gen.registry import REGISTRY, ModelInfo
+from sglang.multimodal_gen.runtime.loader.model_source import (
+    ModelSource,
+    read_sampling_defaults,
+    resolve_model_source,
+)
+from sglang.multimodal_gen.runtime.managers.admission import admit
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, RequestControl
+from sglang.multimodal_gen.runtime.server_args import ServerArgs
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """Where a model is, which classes serve it, and what its checkpoint says about itself.
+
+    ``server_args`` are resolved and hold the family's pipeline config with the checkpoint's facts.
+    """
+
+    source: ModelSource
+    info: ModelInfo
+    server_args: ServerArgs
+    sampling_defaults: Mapping[str, Any]
+
+    @classmethod
+    def find(
+        cls,
+        server_args: ServerArgs,
+        pipeline_config: PipelineConfig | Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Find the model that the arguments name; reads its JSON files, no weights.
+
+        ``pipeline_config`` is an operator's settings for the family's config, or a whole one.
+
+        Raises:
+            ModelNotFound: nothing is there, or no family serves it.
+            CheckpointError: a file of it is missing or damaged.
+            InvalidRequest: its ``sampling_params.json`` holds a bad value.
+        """
+        model = server_args.model
+        source = resolve_model_source(model.model_path, model.revision)
+        info = REGISTRY.get_model_info(source)
+        if isinstance(pipeline_config, PipelineConfig):
+            config = pipeline_config
+        else:
+            config = info.pipeline_config_cls().with_settings(pipeline_config or {})
+        args = dataclasses.replace(server_args, pipeline_config=config)
+        args = info.pipeline_cls.bind_checkpoint(source, args)
+        defaults = read_sampling_defaults(source.root)
+        label = f"sampling_params.json of {source.name}"
+        info.sampling_param_cls.from_values(defaults, source=label)
+        return cls(source, info, args, defaults)
+
+    def sampling_params(self, values: Mapping[str, Any]) -> SamplingParams:
+        """A request's settings: the caller's over the checkpoint's over the family's.
+
+        Raises:
+            InvalidRequest: a field is unknown, or a value is refused.
+        """
+        return self.info.sampling_param_cls.from_values({**self.sampling_defaults, **values})
+
+    def admit(self, params: SamplingParams, control: RequestControl | None = None) -> list[Req]:
+        """Batches for a request; see `admission.admit`."""
+        config = self.server_args.pipeline_config
+        assert config is not None
+        size = self.server_args.batching.batching_max_size
+        return admit(params, config, batching_max_size=size, control=control)

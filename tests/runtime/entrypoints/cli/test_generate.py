@@ -1,0 +1,150 @@
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sglang.multimodal_gen.runtime.utils.image_file import read_metadata
+
+
+def test_a_picture_is_written_and_its_path_printed(generator, sglang):
+    outcome = sglang("generate", "--prompt", "a red circle", "--seed", "7")
+    assert outcome.code == 0
+    path = Path(outcome.out.rstrip("\n"))
+    assert re.fullmatch(r"outputs/\d{8}-\d{6}-7\.png", str(path))
+    assert np.asarray(Image.open(path)).shape == (8, 12, 3)
+    assert generator.request == {"prompt": ["a red circle"], "seed": 7}
+    assert (generator.opened, generator.closed) == (1, 1)
+
+
+def test_standard_error_tells_progress_choices_warnings_and_times(generator, sglang):
+    generator.warnings = ("cut [here]", "cut [here]")
+    outcome = sglang("generate", "--prompt", "x")
+    lines = outcome.err.splitlines()
+    assert lines[0].startswith("load: 9.0/9.0 MB")
+    assert lines[1] == "note: device cpu: no usable CUDA GPU is visible"
+    assert lines[2].startswith("denoising: 4/4")
+    assert lines.count("warning: cut [here]") == 1
+    table = [line.split() for line in lines[4:]]
+    assert table == [
+        ["load", "0.75", "s"],
+        ["text_encoding_stage", "0.25", "s"],
+        ["denoising_stage", "1.50", "s"],
+        ["total", "2.50", "s"],
+        ["peak", "memory", "322", "MiB"],
+    ]
+
+
+def test_quiet_leaves_warnings_alone(generator, sglang):
+    generator.warnings = ("cut",)
+    outcome = sglang("generate", "--prompt", "x", "--quiet")
+    assert outcome.err == "warning: cut\n"
+    assert outcome.out.startswith("outputs/")
+
+
+def test_json_is_one_line_and_the_only_output(generator, sglang):
+    generator.warnings = ("cut",)
+    outcome = sglang(
+        "generate", "--prompt", "a café", "b", "--seed", "1", "--json", "--num-inference-steps=3"
+    )
+    assert outcome.out.count("\n") == 1
+    summary = json.loads(outcome.out)
+    paths = [image.pop("path") for image in summary["images"]]
+    assert [Path(path).exists() for path in paths] == [True, True]
+    assert summary == {
+        "images": [
+            {"prompt": "a café", "seed": 1, "width": 12, "height": 8},
+            {"prompt": "b", "seed": 2, "width": 12, "height": 8},
+        ],
+        "timings": {"text_encoding_stage": 0.25, "denoising_stage": 1.5},
+        "load_seconds": 0.75,
+        "peak_memory_mb": 321.5,
+        "warnings": ["cut"],
+        "model": "demo",
+        "parameters": {"num_inference_steps": 3},
+    }
+    assert "warning: cut" in outcome.err
+
+
+def test_metadata_is_stored_unless_switched_off(generator, sglang):
+    with_it = sglang("generate", "--prompt", "x", "--seed", "1").out.strip()
+    about = read_metadata(with_it)
+    assert about is not None
+    assert (about.prompt, about.seed, about.model) == ("x", 1, "demo")
+    assert about.parameters == {"num_inference_steps": 50}
+    without = sglang("generate", "--prompt", "x", "--no-save-metadata").out.strip()
+    assert read_metadata(without) is None
+
+
+def test_the_same_seed_in_the_same_second_overwrites_nothing(generator, sglang):
+    paths = [
+        line
+        for _ in range(4)
+        for line in sglang("generate", "--prompt", "x", "--seed", "1", "--quiet").out.split()
+    ]
+    assert len(set(paths)) == 4
+
+
+def test_server_arguments_reach_the_generator(generator, sglang):
+    outcome = sglang(
+        *("generate", "--prompt", "x", "--device", "cpu", "--batching_max_size", "2"),
+        *("--component-precisions.vae", "fp32"),
+    )
+    assert outcome.code == 0
+    assert generator.args.platform.device == "cpu"
+    assert generator.args.batching.batching_max_size == 2
+    assert generator.args.model.component_precisions == {"vae": "fp32"}
+
+
+def test_a_bad_output_folder_is_told_before_the_model_is_loaded(generator, fails):
+    Path("file").write_text("in the way")
+    message = fails("generate", "--prompt", "x", "--output-path", "file")
+    assert message.startswith("cannot use the output folder 'file': ")
+    assert generator.opened == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "there is no prompt. Give --prompt TEXT, or --prompt-file FILE"),
+        (["--prompt", ""], "prompt='': is empty"),
+        (["--prompt", "x", "--prompt-file", "f"], "the command line has both"),
+        (
+            ["--prompt", "x", "--guidence-scale", "3"],
+            "unrecognized argument --guidence-scale. Did you mean '--guidance-scale'?",
+        ),
+        (["--prompt", "x", "--device", "gpu"], "--device='gpu': choose one of auto, cpu, cuda."),
+        (["--prompt", "x", "--batching-max-size", "0"], "batching_max_size=0: must be at least 1"),
+        (["--prompt", "x", "--height", "-16"], "height=-16: must be at least 1"),
+        (["--prompt", "x", "--num-inference-steps", "0"], "num_inference_steps=0: must be"),
+        (["--prompt", "x", "--num-inference-steps", "1.5"], "--num-inference-steps='1.5': must"),
+        (["--prompt", "x", "--seed", "-5"], "seed=-5: must lie in"),
+        (["--prompt", "x", "--model-path", "missing"], "model_path='missing' does not exist."),
+        (["--prompt", "x", "--config", "missing.yaml"], "cannot read the config file"),
+        (["--prompt", "x", "--output-path", "a.gif"], "cannot write 'a.gif': '.gif' is no image"),
+    ],
+)
+def test_a_mistake_is_one_paragraph_before_anything_loads(generator, fails, argv, message):
+    assert fails("generate", *argv).startswith(message)
+    assert generator.opened == 0
+
+
+def test_a_disk_that_fills_up_is_told(generator, fails, monkeypatch):
+    import errno
+    import os
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    real = generator.generate
+
+    def generate_then_fill(**kwargs):
+        result = real(**kwargs)
+        monkeypatch.setattr(os, "fsync", full)
+        return result
+
+    monkeypatch.setattr(generator, "generate", generate_then_fill)
+    assert "No space left on device. Free some space" in fails("generate", "--prompt=x", "--quiet")
+    assert list(Path("outputs").iterdir()) == []

@@ -7,7 +7,6 @@ import pytest
 from PIL import Image
 
 import sglang.multimodal_gen
-from parity.tiny_checkpoints import flux_dev
 from sglang.multimodal_gen import DiffGenerator, GenerationResult
 from sglang.multimodal_gen.runtime.utils.errors import (
     InvalidArgument,
@@ -15,6 +14,8 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     ModelNotFound,
     UserError,
 )
+
+from parity.tiny_checkpoints import flux_dev
 
 SMALL = {"height": 32, "width": 48, "num_inference_steps": 2, "max_sequence_length": 16}
 
@@ -39,7 +40,9 @@ def test_the_package_exports_the_generator():
 
 
 def test_a_result_holds_pictures_seeds_times_and_memory(generator):
-    result = generator.generate(prompt=["a fox", "an owl"], num_outputs_per_prompt=2, seed=3, **SMALL)
+    result = generator.generate(
+        prompt=["a fox", "an owl"], num_outputs_per_prompt=2, seed=3, **SMALL
+    )
     assert isinstance(result, GenerationResult)
     assert len(result) == 4
     assert [image.seed for image in result] == [3, 4, 5, 6]
@@ -73,7 +76,9 @@ def test_a_picture_does_not_depend_on_how_the_call_is_cut_into_batches(folder):
         ) as generator:
             calls = []
             generator.pipeline.get_module("transformer").register_forward_pre_hook(
-                lambda module, args, kwargs, calls=calls: calls.append(len(kwargs["hidden_states"])),
+                lambda module, args, kwargs, calls=calls: calls.append(
+                    len(kwargs["hidden_states"])
+                ),
                 with_kwargs=True,
             )
             result = generator.generate(prompt=prompts, seed=1, **SMALL)

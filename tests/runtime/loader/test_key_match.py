@@ -68,7 +68,7 @@ def test_all_faults_are_in_one_message(tmp_path: Path) -> None:
         _match(build_on_meta(Net), _stored(tmp_path, tensors))
     message = str(caught.value)
     assert "Checkpoint weights do not match 'net' (Net)" in message
-    assert "Missing (2): [first.bias, count]" in message
+    assert "Missing (2): [count, first.bias]" in message
     assert "Unexpected (2): [extra.one, extra.two]" in message
     assert "Misshapen (1): [second.weight (stored 3x2, the model has 2x3)]" in message
 

@@ -206,8 +206,9 @@ def test_tied_buffers_stay_tied(tmp_path: Path) -> None:
     class Buffers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("one", torch.zeros(2))
-            self.register_buffer("two", self.one)
+            shared = torch.zeros(2)
+            self.register_buffer("one", shared)
+            self.register_buffer("two", shared)
 
     net, _ = _load(Buffers, _saved(tmp_path, {"one": torch.ones(2)}))
     assert net.one is net.two
@@ -241,9 +242,9 @@ def test_a_buffer_computed_from_a_parameter_is_the_porters_fault(tmp_path: Path)
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(2))
-            self.register_buffer("half", self.weight.detach() / 2, persistent=False)
+            self.register_buffer("scaled", self.weight.detach() / 2, persistent=False)
 
-    with pytest.raises(PipelineDefinitionError, match="no values for half"):
+    with pytest.raises(PipelineDefinitionError, match="no values for scaled"):
         _load(Derived, _saved(tmp_path, {"weight": torch.ones(2)}))
 
 
@@ -275,7 +276,7 @@ print(json.dumps({"peak": (after - before) * 1024, "module": size}))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("stored", "wanted"),
-    [("float32", "float32"), ("bfloat16", "bfloat16"), ("float8_e4m3fn", "bfloat16")],
+    [("float32", "float32"), ("float8_e4m3fn", "bfloat16")],
 )
 def test_the_peak_is_the_module_and_little_more(tmp_path: Path, stored: str, wanted: str) -> None:
     """CB-092, CB-112: a 50 M parameter checkpoint (200 MB in fp32)."""

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from parity.tiny_checkpoints import flux_dev
 from sglang.multimodal_gen import DiffGenerator
 from sglang.multimodal_gen.runtime.utils.errors import (
     InternalError,
@@ -13,6 +12,8 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     InvalidRequest,
     NonFiniteOutput,
 )
+
+from parity.tiny_checkpoints import flux_dev
 
 SMALL = {"height": 32, "width": 32, "num_inference_steps": 1, "max_sequence_length": 16}
 
@@ -94,13 +95,10 @@ def test_bad_defaults_are_refused_when_the_model_loads(folder, tmp_path, default
 def test_an_operators_settings_reach_the_pipeline_config(folder):
     with DiffGenerator.from_pretrained(
         str(folder), device="cpu", pipeline_config={"max_pixels": 32 * 32}
-    ) as generator:
-        with pytest.raises(InvalidRequest, match="max_pixels=1024"):
-            generator.generate(prompt="a fox", **(SMALL | {"width": 48}))
+    ) as generator, pytest.raises(InvalidRequest, match="max_pixels=1024"):
+        generator.generate(prompt="a fox", **(SMALL | {"width": 48}))
     with pytest.raises(InvalidArgument, match="Did you mean 'max_pixels'"):
-        DiffGenerator.from_pretrained(
-            str(folder), device="cpu", pipeline_config={"max_pixel": 1}
-        )
+        DiffGenerator.from_pretrained(str(folder), device="cpu", pipeline_config={"max_pixel": 1})
 
 
 def test_precisions_come_from_the_component_then_the_whole_then_the_config(folder):

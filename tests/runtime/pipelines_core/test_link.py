@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-from seed_samples.stubs import stub_request
 
 from sglang.multimodal_gen.runtime.pipelines_core.link import Guarded, crossing, last_use, link
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
@@ -14,6 +13,8 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages import (
     TimestepPreparationStage,
 )
 from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
+
+from seed_samples.stubs import stub_request
 
 
 @pytest.fixture

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import pytest
-from seed_samples.stubs import stub_request
 import torch
 
 from sglang.multimodal_gen.runtime.pipelines_core.executors.sync_executor import SyncExecutor
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
+
+from seed_samples.stubs import stub_request
 
 ARGS = ServerArgs.from_flat(device="cpu")
 

@@ -6,13 +6,14 @@ import threading
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from seed_samples.my_model import MyModelPipelineConfig
-from seed_samples.stubs import StubTransformer, stub_request
 
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import RequestControl
 from sglang.multimodal_gen.runtime.pipelines_core.stages import DenoisingStage
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.errors import Cancelled, PipelineDefinitionError
+
+from seed_samples.my_model import MyModelPipelineConfig
+from seed_samples.stubs import StubTransformer, stub_request
 
 STEPS = 4
 

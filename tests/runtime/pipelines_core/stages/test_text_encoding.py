@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from seed_samples.my_model import MyModelPipelineConfig
-from seed_samples.stubs import TEXT_TOKENS, StubTextEncoder, StubTokenizer, stub_request
 
 from sglang.multimodal_gen.configs.models import EncoderConfig
 from sglang.multimodal_gen.runtime.pipelines_core.stages import TextEncodingStage
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
+
+from seed_samples.my_model import MyModelPipelineConfig
+from seed_samples.stubs import TEXT_TOKENS, StubTextEncoder, StubTokenizer, stub_request
 
 
 class CountingEncoder(StubTextEncoder):

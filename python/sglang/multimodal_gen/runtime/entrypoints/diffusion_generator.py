@@ -174,8 +174,7 @@ class DiffGenerator:
         try:
             outputs = [worker.run(counter.watch(i, batch)) for i, batch in enumerate(batches)]
         except CallbackFailed as error:
-            assert error.__cause__ is not None
-            raise error.__cause__ from None
+            raise error.cause from None
         return _merge(outputs, batches[0].request, worker.model.source.name, self.load_seconds)
 
     @property

@@ -33,7 +33,7 @@ def fetch_from_hub(repo_id: str, revision: str | None) -> Path:
         ModelNotFound: with the reason (no such repository, gated, offline...) and the remedy.
         CheckpointError: the fetched ``model_index.json`` is malformed.
     """
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import constants, hf_hub_download, snapshot_download
 
     def fetch(patterns: Iterable[str], ignored: Iterable[str] = ()) -> None:
         snapshot_download(
@@ -41,6 +41,9 @@ def fetch_from_hub(repo_id: str, revision: str | None) -> Path:
             revision=commit,
             allow_patterns=list(patterns),
             ignore_patterns=[*ignored, *(f"*{suffix}" for suffix in PICKLE_SUFFIXES)],
+            # Said again because release 1 of the library asks the network for a commit's file list
+            # even when all of it is cached.
+            local_files_only=constants.HF_HUB_OFFLINE,
         )
 
     index = _translated(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,11 +27,11 @@ def parameters_on_meta() -> Iterator[None]:
     """
     owner = threading.get_ident()
 
-    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.is_meta or threading.get_ident() != owner:
             return None
         empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-        empty.__dict__.update(parameter.__dict__)
+        vars(empty).update(vars(parameter))
         return empty
 
     handle = register_module_parameter_registration_hook(to_meta)

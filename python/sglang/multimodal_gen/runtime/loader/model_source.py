@@ -66,7 +66,11 @@ def resolve_model_source(model_path: str, revision: str | None = None) -> ModelS
         ModelNotFound: nothing is there; says what was tried and what to do.
         CheckpointError: the folder's ``model_index.json`` is damaged.
     """
-    path = Path(model_path).expanduser()
+    try:
+        path = Path(model_path).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as problem:  # too long, no such ~user, NUL byte
+        raise ModelNotFound(f"model_path={model_path!r} is no usable path: {problem}") from problem
     bundled = bundled_models()
     if model_path in bundled and not (path / MODEL_INDEX).is_file():
         return _source(model_path, bundled[model_path], "bundled")

@@ -59,9 +59,6 @@ def transformers_rename(model: Any, label: str) -> Rename:
 def transformers_ignored(model: Any) -> Iterator[str]:
     """Patterns of module names that Transformers ignores when they are stored and not expected."""
     yield from model._keys_to_ignore_on_load_unexpected or ()
-    # Once persistent, now computed by the constructor, and partly moved to another submodule.
-    buffers = [name for name, _ in model.named_buffers()]
-    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+    # Once saved by each layer, now computed once for the whole model: there is no such place left.
+    if any(name.endswith("rotary_emb.inv_freq") for name, _ in model.named_buffers()):
         yield r"rotary_emb\.inv_freq$"
-    if any(name.endswith("position_ids") for name in buffers):
-        yield r"(^|\.)position_ids$"

@@ -177,7 +177,7 @@ def _assign(module: nn.Module, names: tuple[str, ...], value: torch.Tensor) -> N
     old = getattr(module.get_submodule(path), leaf)
     if isinstance(old, nn.Parameter):
         value = nn.Parameter(value, requires_grad=False)
-        value.__dict__.update(old.__dict__)
+        vars(value).update(vars(old))
     for name in names:
         path, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(path), leaf, value)

@@ -36,7 +36,7 @@ class RequestControl:
         try:
             self.listener(ProgressEvent(phase, done, total, label))
         except Exception as error:  # the boundary to the caller's code: not to be taken for ours
-            raise CallbackFailed(f"the progress callback raised {error!r}") from error
+            raise CallbackFailed(error) from error
 
 
 def _by_a_stage() -> Any:

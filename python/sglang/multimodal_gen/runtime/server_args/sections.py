@@ -35,7 +35,7 @@ class ModelArgs:
     )
     component_paths: Mapping[str, str] = flag(
         default_factory=dict,
-        help="Load component NAME (vae, transformer, ...) from another folder or id.",
+        help="Load component NAME (vae, transformer, ...) from another local folder.",
     )
     component_precisions: Mapping[str, str] = flag(
         default_factory=dict,

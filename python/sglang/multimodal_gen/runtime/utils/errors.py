@@ -69,7 +69,11 @@ class Cancelled(DiffusionError):
 
 
 class CallbackFailed(DiffusionError):
-    """The caller's own callback raised: its error, the cause, goes back to the caller as it is."""
+    """The caller's own callback raised; its error, ``cause``, goes back to the caller as it is."""
+
+    def __init__(self, cause: Exception) -> None:
+        self.cause = cause
+        super().__init__(f"the progress callback raised {cause!r}")
 
 
 class InternalError(DiffusionError, RuntimeError):

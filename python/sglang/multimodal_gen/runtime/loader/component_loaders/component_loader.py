@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from sglang.multimodal_gen.runtime.utils.precision import parse_precision
 
 if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +156,18 @@ class NeuralComponentLoader(ComponentLoader):
 
     def build(self, cls: type, spec: ComponentSpec) -> nn.Module:
         """An instance, made from the config's non-metadata fields; called where it is cheap."""
-        return cls(**{key: value for key, value in spec.config.items() if not key.startswith("_")})
+        fields = {key: value for key, value in spec.config.items() if not key.startswith("_")}
+        if cls.__module__.startswith("diffusers."):
+            # The library's releases add and retire fields; its own loading drops them like this.
+            known = inspect.signature(cls).parameters
+            unknown = [key for key in fields if key not in known]
+            if unknown:
+                logger.warning(
+                    "%s: %s of this diffusers takes no %s; left out.",
+                    spec.name, cls.__name__, ", ".join(unknown),
+                )  # fmt: skip
+            fields = {key: value for key, value in fields.items() if key in known}
+        return cls(**fields)
 
     def _built(self, cls: type, spec: ComponentSpec) -> nn.Module:
         try:

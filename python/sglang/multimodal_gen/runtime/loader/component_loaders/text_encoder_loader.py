@@ -11,7 +11,7 @@ from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader imp
 
 
 class TextEncoderLoader(NeuralComponentLoader):
-    """Builds ``cls(config object)``, and ties weights as the class does."""
+    """Builds ``cls(config object)``, as Transformers' classes want it; they tie their weights."""
 
     def architecture(self, spec: ComponentSpec) -> str:
         """``model_index.json``'s class: the one that the pipeline uses (encoder only)."""
@@ -24,7 +24,4 @@ class TextEncoderLoader(NeuralComponentLoader):
             return super().build(cls, spec)
         # A text model may be stored with the configuration of the whole that it was cut from.
         part = spec.config.get(config_class.base_config_key)
-        module = cls(config_class.from_dict(dict(part if isinstance(part, dict) else spec.config)))
-        if hasattr(module, "tie_weights"):
-            module.tie_weights()
-        return module
+        return cls(config_class.from_dict(dict(part if isinstance(part, dict) else spec.config)))

@@ -22,7 +22,7 @@ from sglang.multimodal_gen.runtime.utils.errors import (
 )
 
 from seed_samples import my_model
-from seed_samples.stubs import StubTextEncoder, stub_modules
+from seed_samples.stubs import StubTextEncoder, stub_modules, stub_request
 
 
 def build(pipeline_cls, **observe):
@@ -75,10 +75,29 @@ def test_each_wiring_shape_does_classifier_free_guidance(pipeline_cls):
     assert not torch.equal(plain, guided)
 
 
-def test_the_three_shapes_with_declared_stages_agree_and_the_subclass_differs():
+def test_guidance_scale_is_classifier_free_guidance_where_the_config_says_so():
+    pipeline = build(my_model.MyModelPipeline)
+    transformer = pipeline.get_module("transformer")
+    by_name = run(pipeline, negative_prompt="zzz")  # the sample's guidance_scale is 4.0
+    assert transformer.calls == 6
+    assert torch.equal(by_name, run(pipeline, negative_prompt="zzz", true_cfg_scale=4.0))
+    assert not torch.equal(by_name, run(pipeline, negative_prompt="zzz", guidance_scale=2.0))
+
+
+def test_the_subclass_changes_the_picture_and_the_single_purpose_stage_is_read_by_a_hook():
     standard = run(build(my_model.MyModelPipeline))
-    assert torch.equal(standard, run(build(my_model.SinglePurposePipeline)))
     assert not torch.equal(standard, run(build(my_model.SubclassPipeline)))
+
+    seen = []
+
+    class Reading(my_model.MyModelPipelineConfig):
+        def prepare_pos_cond_kwargs(self, batch, latent_model_input, t, **kwargs):
+            seen.append(batch.image_latent)
+            return super().prepare_pos_cond_kwargs(batch, latent_model_input, t, **kwargs)
+
+    args = ServerArgs.from_flat(device="cpu", pipeline_config=Reading())
+    run(my_model.SinglePurposePipeline("x", args, loaded_modules=stub_modules()))
+    assert [value.item() for value in seen] == [0.5, 0.5, 0.5]
 
 
 def test_shared_stages_touch_only_what_they_declare():
@@ -149,6 +168,30 @@ def test_a_chain_that_reads_what_nobody_writes_is_refused_at_build():
         build(Broken)
 
 
+def test_a_standard_stage_without_its_component_is_refused_at_build():
+    class Misspelt(my_model.MyModelPipeline):
+        def create_pipeline_stages(self, server_args):
+            self.add_standard_timestep_preparation_stage("shceduler")
+
+    with pytest.raises(PipelineDefinitionError, match="Did you mean 'scheduler'"):
+        build(Misspelt)
+
+
+def test_encoders_and_their_configs_are_counted_at_build():
+    config = dataclasses.replace(my_model.MyModelPipelineConfig(), text_encoder_configs=())
+    args = ServerArgs.from_flat(device="cpu", pipeline_config=config)
+    with pytest.raises(PipelineDefinitionError, match=r"1 text encoders, but .* describes 0"):
+        my_model.MyModelPipeline("x", args, loaded_modules=stub_modules())
+
+
+def test_latents_of_another_shape_than_was_said_are_refused():
+    config = my_model.MyModelPipelineConfig()
+    batch = stub_request()
+    batch.raw_latent_shape = (1, 4, 64)
+    with pytest.raises(PipelineDefinitionError, match="raw_latent_shape"):
+        config.post_denoising_loop(torch.zeros(1, 8, 32), batch)
+
+
 def test_a_duplicate_stage_name_is_refused():
     class Twice(my_model.MyModelPipeline):
         def create_pipeline_stages(self, server_args):
@@ -197,6 +240,93 @@ def test_registry_finds_the_sample_by_id_folder_cache_and_detector(registry, pat
     assert info.pipeline_cls is my_model.MyModelPipeline
     assert info.sampling_param_cls is my_model.MyModelSamplingParams
     assert info.pipeline_config_cls is my_model.MyModelPipelineConfig
+
+
+def test_the_samples_pipeline_is_the_one_of_its_file(registry):
+    (known,) = registry.known_models()
+    assert known.pipelines == ("MyModelPipeline",)
+    assert known.task_types == ("T2I",)
+
+
+def test_a_checkpoint_without_a_model_index_class_is_served_by_the_familys_pipeline(registry):
+    info = registry.get_model_info(source("org/my-model", class_name=None))
+    assert info.pipeline_cls is my_model.MyModelPipeline
+
+
+def custom(registry, **options):
+    """The seed's out-of-tree sample."""
+    registry.register_pipeline(
+        my_model.SubclassPipeline,
+        sampling_param_cls=my_model.MyModelSamplingParams,
+        pipeline_config_cls=my_model.MyModelPipelineConfig,
+        **{
+            "hf_model_paths": ["my-org/custom-diffusion-model"],
+            "model_detectors": [lambda value: "custom-diffusion" in value.lower()],
+            **options,
+        },
+    )
+
+
+@pytest.mark.parametrize("path", ["my-org/custom-diffusion-model", "/models/custom-diffusion-v2"])
+def test_a_pipeline_of_an_installed_package_is_found(registry, path):
+    custom(registry)
+    for class_name in ("SubclassPipeline", None):
+        info = registry.get_model_info(source(path, class_name))
+        assert info.pipeline_cls is my_model.SubclassPipeline
+
+
+def test_clashes_are_refused_unless_meant(registry):
+    custom(registry)
+    with pytest.raises(PipelineDefinitionError, match="'SubclassPipeline' is already registered"):
+        custom(registry)
+    with pytest.raises(PipelineDefinitionError, match="org/My-Model"):
+        registry.register_configs(
+            my_model.MyModelSamplingParams,
+            my_model.MyModelPipelineConfig,
+            hf_model_paths=["org/My-Model"],
+        )
+    custom(registry, overwrite=True, hf_model_paths=["org/my-model"])
+    info = registry.get_model_info(source("org/my-model", class_name=None))
+    assert info.pipeline_cls is my_model.SubclassPipeline
+
+
+def test_two_families_that_fit_equally_well_are_both_named(registry):
+    class Other(my_model.MyModelPipelineConfig):
+        pass
+
+    custom(registry)
+    registry.register_configs(
+        my_model.MyModelSamplingParams, Other, model_detectors=[lambda v: "custom-diff" in v]
+    )
+    with pytest.raises(ValueError, match="MyModelPipelineConfig and Other"):
+        registry.get_model_info(source("/models/custom-diffusion-v2", "Unknown"))
+
+
+@pytest.mark.parametrize("wrong", ["pipeline_cls", "sampling_param_cls", "pipeline_config_cls"])
+def test_a_class_of_a_wrong_kind_is_refused(registry, wrong):
+    classes = {
+        "pipeline_cls": my_model.SubclassPipeline,
+        "sampling_param_cls": my_model.MyModelSamplingParams,
+        "pipeline_config_cls": my_model.MyModelPipelineConfig,
+        wrong: int,
+    }
+    with pytest.raises(TypeError, match=f"{wrong} must inherit"):
+        registry.register_pipeline(classes.pop("pipeline_cls"), **classes)
+
+
+def test_a_family_that_cannot_be_imported_fails_each_time_and_leaves_nothing(registry, monkeypatch):
+    register = my_model.register
+
+    def broken():
+        register()
+        raise ImportError("no such module")
+
+    monkeypatch.setattr(my_model, "register", broken)
+    for _ in range(2):
+        with pytest.raises(ImportError, match="no such module"):
+            registry.known_models()
+    monkeypatch.setattr(my_model, "register", register)
+    assert len(registry.known_models()) == 1
 
 
 def test_registry_names_the_near_pipeline_when_nothing_matches(registry):

@@ -108,7 +108,7 @@ class MyModelConditioningStage(PipelineStage):
         self.vae = vae
 
     def forward(self, batch: Req, server_args: ServerArgs) -> Req:
-        batch.image_latent = torch.ones(1)
+        batch.image_latent = torch.full((1,), 0.5)
         return batch
 
 
@@ -147,11 +147,8 @@ class MyModelBeforeDenoisingStage(PipelineStage):
         return embeds, embeds * 0.5
 
     def _prepare_latents(self, batch):
-        noise = torch.randn(
-            (1, 16, batch.height // 8, batch.width // 8), generator=batch.generator[0]
-        )
-        self.raw_latent_shape = noise.shape
-        return MyModelPipelineConfig().maybe_pack_latents(noise, 1, batch)
+        shape = (1, 16, batch.height // 8, batch.width // 8)
+        return torch.randn(shape, generator=batch.generator[0])
 
     def _prepare_timesteps(self, batch):
         self.scheduler.set_timesteps(batch.num_inference_steps)
@@ -169,7 +166,7 @@ class MyModelBeforeDenoisingStage(PipelineStage):
         batch.timesteps = timesteps
         batch.num_inference_steps = len(timesteps)
         batch.sigmas = sigmas.tolist()
-        batch.raw_latent_shape = self.raw_latent_shape
+        batch.raw_latent_shape = latents.shape
         return batch
 
 

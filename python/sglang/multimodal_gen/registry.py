@@ -1,8 +1,8 @@
 """From a model path or name to the three classes that serve it.
 
-Families make themselves known in two places, both found by walking the package on the first
-look-up, never at import: ``configs/pipeline_configs/{model}.py`` has a ``register()`` that calls
-`register_configs`, and ``runtime/pipelines/{model}.py`` has an ``EntryClass``.
+Families make themselves known in two files of one name, both found by walking the package on the
+first look-up, never at import: ``runtime/pipelines/{model}.py`` has an ``EntryClass``, and
+``configs/pipeline_configs/{model}.py`` a ``register()`` that calls `register_configs`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ModelInfo:
 class KnownModel:
     """One registered family variant, for listings."""
 
-    pipeline: str
+    pipelines: tuple[str, ...]
     paths: tuple[str, ...]
     sampling_params: type[SamplingParams]
     pipeline_config: type[PipelineConfig]
@@ -70,19 +70,23 @@ class _Configs:
     pipeline_config_cls: type[PipelineConfig]
     paths: tuple[str, ...]
     detectors: tuple[Detector, ...]
-    pipeline_name: str | None = None  # set by register_pipeline; else found by _class_name
+    pipeline_names: tuple[
+        str, ...
+    ] = ()  # of the family; `_class_name` chooses where it has several
     replaces: bool = False  # wins over what else fits: registered with overwrite=True
 
 
 @dataclass
 class Registry:
-    """What families have made known. The process has one, `REGISTRY`; tests make their own."""
+    """What families have made known. The process has one, `REGISTRY`; ``register()`` fills it."""
 
     pipeline_package: str = "sglang.multimodal_gen.runtime.pipelines"
     config_package: str = "sglang.multimodal_gen.configs.pipeline_configs"
     _pipelines: dict[str, type[ComposedPipelineBase]] = field(default_factory=dict)
     _configs: list[_Configs] = field(default_factory=list)
     _discovered: bool = False
+    _discovering: bool = False
+    _family_pipelines: tuple[str, ...] = ()  # of the family whose register() is running
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     # Making families known.
@@ -112,6 +116,7 @@ class Registry:
             pipeline_config_cls,
             tuple(hf_model_paths or ()),
             tuple(model_detectors or ()),
+            self._family_pipelines,
         )
         with self._lock:
             self._refuse_known_paths(entry.paths)
@@ -145,7 +150,7 @@ class Registry:
             pipeline_config_cls,
             paths,
             tuple(model_detectors or ()),
-            name,
+            (name,),
             replaces=overwrite,
         )
         with self._lock:
@@ -180,8 +185,8 @@ class Registry:
         self._discover()
         class_name = source.class_name
         entry = self._find_configs(source.name, class_name)
-        pipeline_name = (entry.pipeline_name if entry else None) or class_name
-        pipeline_cls = self._pipelines.get(pipeline_name or "")
+        name = _pipeline_of(entry, class_name)
+        pipeline_cls = self._pipelines.get(name or "")
         if pipeline_cls is None or entry is None:
             known = sorted(self._pipelines)
             raise ModelNotFound(
@@ -234,7 +239,7 @@ class Registry:
             config = entry.pipeline_config_cls()
             models.append(
                 KnownModel(
-                    pipeline=entry.pipeline_name or self._pipeline_by_detection(entry),
+                    pipelines=entry.pipeline_names,
                     paths=entry.paths,
                     sampling_params=entry.sampling_param_cls,
                     pipeline_config=entry.pipeline_config_cls,
@@ -243,29 +248,33 @@ class Registry:
             )
         return models
 
-    def _pipeline_by_detection(self, entry: _Configs) -> str:
-        """The pipeline whose class name a sibling entry with the same hooks detects."""
-        siblings = [e for e in self._configs if e.pipeline_config_cls is entry.pipeline_config_cls]
-        names = [
-            name
-            for name in self._pipelines
-            if any(detect(name.lower()) for e in siblings for detect in e.detectors)
-        ]
-        return ", ".join(names)
-
     # Walking the package.
 
     def _discover(self) -> None:
+        """Walk the package once; a family that fails leaves nothing behind and fails again."""
         with self._lock:
-            if self._discovered:
+            if self._discovered or self._discovering:
                 return
-            self._discovered = True
-            for module in _modules_of(self.pipeline_package):
-                for cls in _entry_classes(module):
-                    self._pipelines[cls.pipeline_name] = cls
-            for module in _modules_of(self.config_package):
-                if hasattr(module, "register"):
-                    module.register()
+            self._discovering = True
+            before = dict(self._pipelines), list(self._configs)
+            try:
+                self._walk()
+                self._discovered = True
+            finally:
+                self._discovering, self._family_pipelines = False, ()
+                if not self._discovered:
+                    self._pipelines, self._configs = before
+
+    def _walk(self) -> None:
+        families: dict[str, tuple[str, ...]] = {}
+        for stem, module in _modules_of(self.pipeline_package):
+            classes = _entry_classes(module)
+            self._pipelines |= {cls.pipeline_name: cls for cls in classes}
+            families[stem] = tuple(cls.pipeline_name for cls in classes)
+        for stem, module in _modules_of(self.config_package):
+            if hasattr(module, "register"):
+                self._family_pipelines = families.get(stem, ())
+                module.register()
 
 
 REGISTRY = Registry()
@@ -320,12 +329,14 @@ def _unloaded_stages(name: str) -> tuple[dict[str, PipelineStage], dict[str, Any
 def _classes_by_name(name: str) -> tuple[type[ComposedPipelineBase], type[PipelineConfig]]:
     models = known_models()
     for known in models:
-        if name in (known.pipeline, *known.paths):
-            return REGISTRY.get_pipeline_class(known.pipeline), known.pipeline_config
+        if name in known.pipelines:
+            return REGISTRY.get_pipeline_class(name), known.pipeline_config
+        if name in known.paths:
+            return REGISTRY.get_pipeline_class(known.pipelines[0]), known.pipeline_config
     try:
         info = get_model_info(name)
     except UserError as error:
-        names = sorted({n for k in models for n in (k.pipeline, *k.paths)})
+        names = sorted({n for k in models for n in (*k.pipelines, *k.paths)})
         raise ModelNotFound(
             f"{name!r} is neither a known pipeline or model nor a checkpoint."
             f"{did_you_mean(name, names)} Known: {', '.join(names)}. ({error})"
@@ -344,12 +355,18 @@ def _short(path: str) -> str:
     return path.rsplit("/", 1)[-1]
 
 
-def _modules_of(package_name: str) -> list[Any]:
+def _pipeline_of(entry: _Configs | None, class_name: str | None) -> str | None:
+    """The pipeline of a family that serves a checkpoint: its class's, or the family's only one."""
+    if entry is None or class_name in entry.pipeline_names or len(entry.pipeline_names) != 1:
+        return class_name
+    return entry.pipeline_names[0]
+
+
+def _modules_of(package_name: str) -> list[tuple[str, Any]]:
+    """The modules of a package by name, imported, in alphabetical order."""
     package = importlib.import_module(package_name)
-    return [
-        importlib.import_module(f"{package_name}.{info.name}")
-        for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda i: i.name)
-    ]
+    names = sorted(info.name for info in pkgutil.iter_modules(package.__path__))
+    return [(name, importlib.import_module(f"{package_name}.{name}")) for name in names]
 
 
 def _entry_classes(module: Any) -> list[Any]:

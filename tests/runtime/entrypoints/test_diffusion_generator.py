@@ -9,6 +9,7 @@ from PIL import Image
 import sglang.multimodal_gen
 from sglang.multimodal_gen import DiffGenerator, GenerationResult
 from sglang.multimodal_gen.runtime.utils.errors import (
+    Cancelled,
     InvalidArgument,
     InvalidRequest,
     ModelNotFound,
@@ -204,3 +205,33 @@ def test_a_closed_generator_says_so(folder):
 def test_a_long_prompt_is_told_and_the_picture_made(generator):
     result = generator.generate(prompt="fox " * 200, **SMALL)
     assert any("prompt cut" in warning for warning in result.warnings)
+
+
+def test_cancelling_from_another_thread_stops_within_a_step(generator):
+    stop, steps = threading.Event(), []
+
+    def listener(event):
+        steps.append(event)
+        if event.phase == "denoise" and event.done == 1:
+            stop.set()
+
+    with pytest.raises(Cancelled):
+        generator.generate(prompt="a fox", progress=listener, cancelled=stop, **SMALL)
+    assert steps[-1].done == 1
+    assert len(generator.generate(prompt="a fox", **SMALL)) == 1
+
+
+def test_results_compare_by_identity_and_print_without_pixels(generator):
+    result = generator.generate(prompt="a fox", seed=1, **SMALL)
+    again = generator.generate(prompt="a fox", seed=1, **SMALL)
+    assert result != again
+    assert result[0] in result
+    assert again[0] not in result
+    assert len(repr(result)) < 2000
+
+
+def test_a_path_of_an_unwritten_format_is_refused(generator, tmp_path):
+    result = generator.generate(prompt="a fox", seed=1, **SMALL)
+    with pytest.raises(UserError, match=r"\.gif"):
+        result.save(tmp_path / "x.gif")
+    assert not list(tmp_path.iterdir())

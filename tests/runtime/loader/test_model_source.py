@@ -195,7 +195,7 @@ def test_damaged_sampling_defaults_are_refused(tmp_path: Path, content: str) -> 
         read_sampling_defaults(tmp_path)
 
 
-@pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "x" * 5000, "a\0b"])
+@pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "x" * 5000])
 def test_what_cannot_be_a_path_is_refused_in_words(path):
     with pytest.raises(ModelNotFound, match="no usable path"):
         resolve_model_source(path)

@@ -1,12 +1,13 @@
 import dataclasses
 
+import numpy as np
 import pytest
 
 from sglang.multimodal_gen.configs.pipeline_configs.flux import FluxPipelineConfig
 from sglang.multimodal_gen.configs.sample.flux import FluxSamplingParams
 from sglang.multimodal_gen.configs.sample.sampling_params import MAX_SEED
 from sglang.multimodal_gen.runtime.managers.admission import admit
-from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest
+from sglang.multimodal_gen.runtime.utils.errors import InternalError, InvalidRequest
 
 
 def batches(size=100, config=None, **values):
@@ -61,7 +62,7 @@ def test_the_multiple_comes_from_the_checkpoint():
 
 def test_a_gigantic_size_is_refused_before_anything_is_allocated():
     with pytest.raises(InvalidRequest, match="max_pixels"):
-        batches(width=99_999_984)
+        batches(width=999_984)
 
 
 @pytest.mark.parametrize("prompt", [None, "", "  ", "\u200b", ["a", ""], []])
@@ -106,3 +107,39 @@ def test_a_task_that_is_not_served_is_refused():
         batches(task_type="I2V")
     with pytest.raises(InvalidRequest, match="image_path"):
         batches(image_path="x.png")
+
+
+def test_numbers_of_numpy_are_numbers():
+    (batch,) = batches(seed=np.int64(3), height=np.int32(32), guidance_scale=np.float32(2.0))
+    assert batch.seeds == [3]
+    assert type(batch.seeds[0]) is int
+    assert type(batch.height) is int
+    assert batch.guidance_scale == 2.0
+
+
+def test_a_request_for_endless_pictures_is_refused():
+    with pytest.raises(InvalidRequest, match="at most 1000"):
+        batches(num_outputs_per_prompt=10**9)
+    with pytest.raises(InvalidRequest, match="at most 10000"):
+        batches(prompt=["a"] * 101, num_outputs_per_prompt=100)
+
+
+def test_guidance_that_a_checkpoint_does_not_take_is_said():
+    schnell = FluxPipelineConfig().with_checkpoint({"transformer": {"guidance_embeds": False}})
+    (batch,) = batches(config=schnell, guidance_scale=7.0)
+    assert any("takes no guidance" in warning for warning in batch.warnings)
+    assert not batches(config=schnell)[0].warnings
+    assert not batches(guidance_scale=7.0)[0].warnings
+
+
+def test_an_admitted_request_cannot_change():
+    (batch,) = batches(prompt=["a", "b"])
+    assert batch.request.prompt == ("a", "b")
+    with pytest.raises(InternalError, match="read-only"):
+        batch.request.height = 3
+
+
+@pytest.mark.parametrize("path", [5, "", ["a.png", None]])
+def test_an_image_path_that_is_none_is_refused(path):
+    with pytest.raises(InvalidRequest, match="image_path"):
+        batches(image_path=path)

@@ -7,10 +7,12 @@ import torch
 
 from sglang.multimodal_gen import DiffGenerator
 from sglang.multimodal_gen.runtime.utils.errors import (
+    CheckpointError,
     InternalError,
     InvalidArgument,
     InvalidRequest,
     NonFiniteOutput,
+    OutOfMemory,
 )
 
 from parity.tiny_checkpoints import flux_dev
@@ -80,7 +82,7 @@ def test_the_checkpoints_defaults_stand_between_the_class_and_the_request(folder
 
 @pytest.mark.parametrize(
     ("defaults", "problem"),
-    [({"heigth": 32}, "Did you mean 'height'"), ({"height": -1}, "height=-1")],
+    [({"heigth": 32}, "Did you mean 'height'"), ({"height": -1}, "height=-1: must be")],
 )
 def test_bad_defaults_are_refused_when_the_model_loads(folder, tmp_path, defaults, problem):
     copy = tmp_path / "fine-tune"
@@ -88,14 +90,17 @@ def test_bad_defaults_are_refused_when_the_model_loads(folder, tmp_path, default
     for part in folder.iterdir():
         (copy / part.name).symlink_to(part)
     (copy / "sampling_params.json").write_text(json.dumps(defaults))
-    with pytest.raises(InvalidRequest, match=problem):
+    with pytest.raises(CheckpointError, match=f"sampling_params.json of .*{problem}"):
         DiffGenerator.from_pretrained(str(copy), device="cpu")
 
 
 def test_an_operators_settings_reach_the_pipeline_config(folder):
-    with DiffGenerator.from_pretrained(
-        str(folder), device="cpu", pipeline_config={"max_pixels": 32 * 32}
-    ) as generator, pytest.raises(InvalidRequest, match="max_pixels=1024"):
+    with (
+        DiffGenerator.from_pretrained(
+            str(folder), device="cpu", pipeline_config={"max_pixels": 32 * 32}
+        ) as generator,
+        pytest.raises(InvalidRequest, match="max_pixels=1024"),
+    ):
         generator.generate(prompt="a fox", **(SMALL | {"width": 48}))
     with pytest.raises(InvalidArgument, match="Did you mean 'max_pixels'"):
         DiffGenerator.from_pretrained(str(folder), device="cpu", pipeline_config={"max_pixel": 1})
@@ -114,3 +119,14 @@ def test_precisions_come_from_the_component_then_the_whole_then_the_config(folde
     mixed = dtypes(precision="bf16", component_precisions={"vae": "fp32"})
     assert mixed["vae"] is torch.float32
     assert mixed["transformer"] is torch.bfloat16
+
+
+def test_a_full_device_is_told_with_what_to_ask_for_instead(generator):
+    def full(*_):
+        raise torch.OutOfMemoryError("tried to allocate 9 TiB")
+
+    hook = generator.pipeline.get_module("transformer").register_forward_pre_hook(full)
+    with pytest.raises(OutOfMemory, match=r"32x32, 1 images together.*9 TiB.*batching_max_size"):
+        generator.generate(prompt="a fox", **SMALL)
+    hook.remove()
+    assert len(generator.generate(prompt="a fox", **SMALL)) == 1

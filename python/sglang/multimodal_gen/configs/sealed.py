@@ -25,7 +25,8 @@ class Sealable:
     def __setattr__(self, name: str, value: Any) -> None:
         if self._sealed:
             raise InternalError(
-                f"{type(self).__name__}.{name} is read-only after admission: nothing about one "
-                "request may change what the next one sees; use dataclasses.replace"
+                f"{type(self).__name__}.{name} is read-only once a pipeline or a request is built: "
+                "nothing about one request may change what the next one sees; use "
+                "dataclasses.replace"
             )
         object.__setattr__(self, name, value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 from sglang.multimodal_gen.configs.sample.sampling_params import ImageSamplingParams
 from sglang.multimodal_gen.runtime.entrypoints.cli import generate, generate_options
 from sglang.multimodal_gen.runtime.entrypoints.cli.main import main
-from sglang.multimodal_gen.runtime.entrypoints.result_files import save_images
 from sglang.multimodal_gen.runtime.utils.errors import ModelNotFound
 from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent
 
@@ -54,11 +52,6 @@ class FakeResult:
     )
     load_seconds: float = 0.75
     peak_memory_mb: float = 321.5
-
-    def save(self, path: Path, *, metadata: bool = True) -> list[Path]:
-        return save_images(
-            self.images, path, model=self.model, parameters=self.parameters, metadata=metadata
-        )
 
 
 class FakeGenerator:

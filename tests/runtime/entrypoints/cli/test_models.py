@@ -25,7 +25,7 @@ class SomeConfig:
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
     model = KnownModel(
-        pipeline="SomePipeline",
+        pipelines=("SomePipeline",),
         paths=("org/some-model-with-a-long-name", "org/other"),
         sampling_params=SomeParams,  # type: ignore[arg-type]
         pipeline_config=SomeConfig,  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def test_the_list_as_json(sglang):
     assert outcome.out.count("\n") == 1
     assert json.loads(outcome.out)["models"] == [
         {
-            "pipeline": "SomePipeline",
+            "pipelines": ["SomePipeline"],
             "paths": ["org/some-model-with-a-long-name", "org/other"],
             "task_types": ["T2I", "TI2I"],
             "sampling_params": "SomeParams",

@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
+from sglang.multimodal_gen.configs.sealed import Sealable
+from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
+from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
+
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Sealable):
     """Base of component configs: the fields of ``config.json`` that a pipeline config reads.
 
     The checkpoint is the owner of these facts; the defaults only serve where there is no checkpoint
@@ -20,12 +24,28 @@ class ModelConfig:
         found = {f.name: config[f.name] for f in fields(self) if f.name in config}
         return replace(self, **found)
 
+    def with_settings(self, settings: Mapping[str, Any], *, label: str) -> Self:
+        """A copy with an operator's settings.
+
+        Raises:
+            InvalidArgument: a name is unknown; the nearest one is offered.
+        """
+        known = [f.name for f in fields(self)]
+        for name, value in settings.items():
+            if name not in known:
+                problem = f"no such field.{did_you_mean(name, known)} It takes: {', '.join(known)}"
+                raise InvalidArgument(f"{label}.{name}", value, problem)
+        return replace(self, **settings)
+
 
 @dataclass
 class DiTConfig(ModelConfig):
-    """A denoising transformer."""
+    """A denoising transformer.
 
-    in_channels: int = 64
+    ``guidance_embeds``: the checkpoint takes ``guidance_scale`` as an input (distilled guidance).
+    """
+
+    guidance_embeds: bool = False
 
 
 @dataclass

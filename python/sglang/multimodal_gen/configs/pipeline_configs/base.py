@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from sglang.multimodal_gen.configs.models.base import DiTConfig, EncoderConfig, VAEConfig
+from sglang.multimodal_gen.configs.models.base import (
+    DiTConfig,
+    EncoderConfig,
+    ModelConfig,
+    VAEConfig,
+)
 from sglang.multimodal_gen.configs.sealed import Sealable
 from sglang.multimodal_gen.configs.task_type import DataType, ModelTaskType
 from sglang.multimodal_gen.runtime.utils.errors import (
@@ -40,6 +45,8 @@ class PipelineConfig(Sealable):
 
     task_type: ModelTaskType = ModelTaskType.T2I
     should_use_guidance: bool = True
+    """Whether ``guidance_scale`` above 1, with a negative prompt, is classifier-free guidance.
+    False where guidance is embedded in the model: then ``true_cfg_scale`` alone turns it on."""
     dit_config: DiTConfig = field(default_factory=DiTConfig)
     vae_config: VAEConfig = field(default_factory=VAEConfig)
     text_encoder_configs: tuple[EncoderConfig, ...] = field(
@@ -64,15 +71,39 @@ class PipelineConfig(Sealable):
                     value,
                     f"no such field.{did_you_mean(name, known)} It takes: {', '.join(known)}",
                 )
-        values = dict(settings)
-        if "task_type" in values:
+        return replace(self, **{name: self._setting(name, v) for name, v in settings.items()})
+
+    def _setting(self, name: str, value: Any) -> Any:
+        """One operator's setting as its field stores it, or an `InvalidArgument`."""
+        field_name, current = f"pipeline_config.{name}", getattr(self, name)
+        if name == "task_type":
             try:
-                values["task_type"] = ModelTaskType.parse(values["task_type"])
+                task = ModelTaskType.parse(value)
             except ValueError as error:
-                raise InvalidArgument(
-                    "pipeline_config.task_type", values["task_type"], str(error)
-                ) from None
-        return replace(self, **values)
+                raise InvalidArgument(field_name, value, str(error)) from None
+            served = self.get_supported_task_types()
+            if task not in served:
+                names = ", ".join(t.name for t in served)
+                raise InvalidArgument(field_name, value, f"this pipeline serves {names}")
+            return task
+        if isinstance(current, ModelConfig) and isinstance(value, Mapping):
+            return current.with_settings(value, label=field_name)
+        if isinstance(current, tuple) and isinstance(value, list):
+            value = tuple(value)
+        allowed = (int, float) if type(current) is float else type(current)
+        if not isinstance(value, allowed) or (
+            isinstance(value, bool) and type(current) is not bool
+        ):
+            raise InvalidArgument(field_name, value, f"must be of type {type(current).__name__}")
+        return value
+
+    def seal(self) -> Self:
+        """Make this config and its component configs read-only."""
+        for value in vars(self).values():
+            for part in value if isinstance(value, tuple) else (value,):
+                if isinstance(part, ModelConfig):
+                    part.seal()
+        return super().seal()
 
     def with_checkpoint(self, component_configs: Mapping[str, Mapping[str, Any]]) -> Self:
         """A copy that knows the facts of a checkpoint: component name -> its ``config.json``."""
@@ -116,20 +147,23 @@ class PipelineConfig(Sealable):
             task = ModelTaskType.parse(requested)
             if task not in supported:
                 raise InvalidRequest("task_type", task.name, f"this pipeline serves {names}")
+            if data_type not in (None, task.data_type()):
+                problem = f"makes {task.data_type().name}, and {data_type.name} is asked for here"
+                raise InvalidRequest("task_type", task.name, problem)
             _check_task_inputs(task, has_image)
             return task
-        candidates = [t for t in supported if data_type is None or t.data_type() is data_type]
+        candidates = [t for t in supported if data_type in (None, t.data_type())]
         if len(candidates) > 1:
-            fitting = [
-                t
-                for t in candidates
-                if (t.accepts_image_input if has_image else not t.requires_image_input)
-            ]
-            candidates = fitting or candidates
-        if self.task_type in candidates:
-            candidates = [self.task_type]
+            candidates = [t for t in candidates if _fits(t, has_image)]
+            same_output = [t for t in candidates if t.data_type() is self.task_type.data_type()]
+            if self.task_type in candidates:
+                candidates = [self.task_type]
+            elif data_type is None and same_output:
+                candidates = same_output
         if len(candidates) != 1:
-            raise InvalidRequest("task_type", None, f"name the task of this request: {names}")
+            fitting = ", ".join(t.name for t in candidates) or "none"
+            problem = f"name the task of this request; it fits {fitting} of {names}"
+            raise InvalidRequest("task_type", None, problem)
         _check_task_inputs(candidates[0], has_image)
         return candidates[0]
 
@@ -220,7 +254,14 @@ class ImagePipelineConfig(PipelineConfig):
 
     def post_denoising_loop(self, latents: Tensor, batch: Req) -> Tensor:
         """[B, h/2 * w/2, 4C] -> [B, C, h, w], by the request's ``raw_latent_shape``."""
-        batch_size, channels, height, width = batch.raw_latent_shape
+        shape = tuple(batch.raw_latent_shape)
+        if tuple(latents.shape) == shape:
+            return latents  # a custom stage that did not pack
+        if len(shape) != 4:
+            raise PipelineDefinitionError(
+                f"raw_latent_shape={shape} must be the latents' shape before packing, [B, C, h, w]"
+            )
+        batch_size, channels, height, width = shape
         grid = latents.view(batch_size, height // 2, width // 2, channels, 2, 2)
         return grid.permute(0, 3, 1, 4, 2, 5).reshape(batch_size, channels, height, width)
 
@@ -250,6 +291,10 @@ def resolution_shift(tokens: int, scheduler_config: Mapping[str, Any]) -> float:
 def get_request_task_type(batch: Req, pipeline_config: PipelineConfig) -> ModelTaskType:
     """The admitted task of a request; the pipeline's default for callers that resolved none."""
     return pipeline_config.task_type if batch.task_type is None else batch.task_type
+
+
+def _fits(task: ModelTaskType, has_image: bool) -> bool:
+    return task.accepts_image_input if has_image else not task.requires_image_input
 
 
 def _check_task_inputs(task: ModelTaskType, has_image: bool) -> None:

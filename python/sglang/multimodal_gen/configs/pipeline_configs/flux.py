@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sglang.multimodal_gen.configs.models.base import DiTConfig, EncoderConfig
-from sglang.multimodal_gen.configs.models.dits.flux import FluxDiTConfig
 from sglang.multimodal_gen.configs.pipeline_configs.base import (
     ImagePipelineConfig,
     resolution_shift,
@@ -40,7 +39,8 @@ class FluxState:
 class FluxPipelineConfig(ImagePipelineConfig):
     """CLIP gives the pooled vector, T5 the tokens; its padding is attended to, as in training."""
 
-    dit_config: DiTConfig = field(default_factory=FluxDiTConfig)
+    should_use_guidance: bool = False
+    dit_config: DiTConfig = field(default_factory=lambda: DiTConfig(guidance_embeds=True))
     text_encoder_configs: tuple[EncoderConfig, ...] = field(
         default_factory=lambda: (
             EncoderConfig(max_length=CLIP_TOKENS, output="pooler_output", use_attention_mask=False),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any, ClassVar, Self
 
 from sglang.multimodal_gen.configs.sealed import Sealable
@@ -14,6 +16,8 @@ from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
 MAX_INFERENCE_STEPS = 1000  # the training grid of every scheduler in use has a thousand steps
+MAX_OUTPUTS = 1000
+MAX_COUNT = 2**20
 MAX_SEED = 2**63 - 1
 MAX_PROMPT_CHARACTERS = 100_000
 RANDOM_SEED = -1
@@ -67,18 +71,24 @@ class SamplingParams(Sealable):
         if self.negative_prompt is not None:
             _check_text("negative_prompt", self.negative_prompt)
         _check_seed(self.seed)
-        _check_number("num_outputs_per_prompt", self.num_outputs_per_prompt, int, low=1)
+        _check_number("num_outputs_per_prompt", self.num_outputs_per_prompt, int, low=1,
+                      high=MAX_OUTPUTS)  # fmt: skip
         _check_number("num_inference_steps", self.num_inference_steps, int, low=1,
                       high=MAX_INFERENCE_STEPS)  # fmt: skip
         _check_number("guidance_scale", self.guidance_scale, float, low=0)
         for name in ("height", "width", "max_sequence_length"):
-            _check_optional(name, getattr(self, name), int, low=1)
+            _check_optional(name, getattr(self, name), int, low=1, high=MAX_COUNT)
         _check_optional("true_cfg_scale", self.true_cfg_scale, float, low=0)
         if self.task_type is not None:
             try:
                 ModelTaskType.parse(self.task_type)
             except ValueError as error:
                 raise InvalidRequest("task_type", self.task_type, str(error)) from None
+
+    @property
+    def image_paths(self) -> list[str]:
+        """The paths of input images; families that take some have a field for them."""
+        return []
 
     @property
     def prompts(self) -> list[str]:
@@ -93,7 +103,7 @@ class SamplingParams(Sealable):
         return [f.name for f in fields(cls)]
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any], *, source: str = "request") -> Self:
+    def from_values(cls, values: Mapping[str, Any]) -> Self:
         """Build from names and values.
 
         Raises:
@@ -105,7 +115,7 @@ class SamplingParams(Sealable):
                 raise InvalidRequest(
                     name,
                     value,
-                    f"unknown sampling field in the {source}.{did_you_mean(name, known)} "
+                    f"unknown sampling field.{did_you_mean(name, known)} "
                     f"{cls.__name__} takes: {', '.join(known)}",
                 )
         return cls(**values)
@@ -120,6 +130,22 @@ class ImageSamplingParams(SamplingParams):
     image_path: str | list[str] | None = _setting(
         None, "Input image(s), for models that take them."
     )
+
+    def check(self) -> None:
+        """The shared checks, and that image paths are paths."""
+        super().check()
+        for path in self.image_paths:
+            if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+                raise InvalidRequest("image_path", path, "must be the path of an image file")
+
+    @property
+    def image_paths(self) -> list[str]:
+        """The paths of the input images, in order; empty when there are none."""
+        if self.image_path is None:
+            return []
+        if isinstance(self.image_path, (list, tuple)):
+            return list(self.image_path)
+        return [self.image_path]
 
 
 def is_blank(text: str) -> bool:
@@ -138,16 +164,16 @@ def _check_text(name: str, text: object) -> None:
         raise InvalidRequest(name, text, "holds half of a surrogate pair; send valid Unicode")
 
 
-def _check_seed(seed: object) -> None:
+def _check_seed(seed: Any) -> None:
     seeds = seed if isinstance(seed, (list, tuple)) else [seed]
     if not seeds:
         raise InvalidRequest("seed", seed, "an empty list; leave seed out for random ones")
     for value in seeds:
         if value is None and seed is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, Integral):
             raise InvalidRequest("seed", seed, "must be a whole number, or a list of them")
-        if value != RANDOM_SEED and not 0 <= value <= MAX_SEED:
+        if value != RANDOM_SEED and not 0 <= int(value) <= MAX_SEED:
             raise InvalidRequest("seed", seed, f"must lie in 0..{MAX_SEED}, or be -1 for random")
 
 
@@ -156,13 +182,13 @@ def _check_optional(name: str, value: object, kind: type, **bounds: float) -> No
         _check_number(name, value, kind, **bounds)
 
 
-def _check_number(
-    name: str, value: object, kind: type, *, low: float, high: float = math.inf
-) -> None:
+def _check_number(name: str, value: Any, kind: type, *, low: float, high: float = math.inf) -> None:
     whole = kind is int
-    allowed = (int,) if whole else (int, float)
+    allowed: Any = Integral if whole else Real  # numpy's numbers too
     if isinstance(value, bool) or not isinstance(value, allowed):
         raise InvalidRequest(name, value, f"must be a {'whole ' if whole else ''}number")
-    if not math.isfinite(value) or not low <= value <= high:
-        span = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-        raise InvalidRequest(name, value, f"must be {span}")
+    if not value >= low:  # NaN is below everything
+        raise InvalidRequest(name, value, f"must be at least {low}")
+    if value > high or value == math.inf:
+        bound = "finite" if high == math.inf else f"at most {high}"
+        raise InvalidRequest(name, value, f"must be {bound}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
-from sglang.multimodal_gen.runtime.entrypoints.result_files import save_images
+from sglang.multimodal_gen.runtime.entrypoints.result_files import Destination
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.managers.worker import Worker
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
     from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GeneratedImage:
     """One picture: uint8 [H, W, 3], and what made it."""
 
-    array: np.ndarray
+    array: np.ndarray = field(repr=False)
     prompt: str
     seed: int
 
@@ -53,7 +54,7 @@ class GeneratedImage:
         return self.image._repr_png_()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GenerationResult(Sequence[GeneratedImage]):
     """The pictures of one call, in order: a sequence, with what the call cost.
 
@@ -87,13 +88,11 @@ class GenerationResult(Sequence[GeneratedImage]):
         Raises:
             OutputError: the place cannot be written; nothing half-written stays.
         """
-        return save_images(
-            self.images,
-            Path(path),
-            model=self.model,
-            parameters=self.parameters,
-            metadata=metadata,
+        place = Destination.of_path(Path(path), len(self.images), overwrite=True)
+        written = place.write(
+            self.images, model=self.model, parameters=self.parameters, metadata=metadata
         )
+        return list(written)
 
 
 class DiffGenerator:
@@ -139,12 +138,18 @@ class DiffGenerator:
         server_args: ServerArgs,
         *,
         pipeline_config: PipelineConfig | Mapping[str, Any] | None = None,
+        before_loading: Callable[[ModelDescription], object] | None = None,
         progress: ProgressListener | None = None,
     ) -> Self:
-        """Load the model that the arguments name; raises as `from_pretrained`."""
+        """Load the model that the arguments name; raises as `from_pretrained`.
+
+        ``before_loading`` sees the model once it is found; raising from it saves the loading.
+        """
         start = time.perf_counter()
         resolution = resolve(server_args, device_facts())
         model = ModelDescription.find(resolution.args, pipeline_config)
+        if before_loading is not None:
+            before_loading(model)
         worker = Worker(model, progress=progress)
         return cls(worker, notes=resolution.notes, load_seconds=time.perf_counter() - start)
 
@@ -153,24 +158,29 @@ class DiffGenerator:
         sampling_params_kwargs: Mapping[str, Any] | None = None,
         *,
         progress: ProgressListener | None = None,
+        cancelled: threading.Event | None = None,
         **sampling_params: Any,
     ) -> GenerationResult:
         """Make pictures.
 
         Args:
             sampling_params_kwargs: sampling fields as a mapping.
-            progress: called after each denoising step; raising from it stops the work.
+            progress: called as each stage begins, and after each denoising step and decoded
+                image; what it raises stops the work and comes back to the caller.
+            cancelled: set it, from another thread, to stop within one step.
             sampling_params: sampling fields by name: ``prompt`` (text or a list), ``seed``,
                 ``num_outputs_per_prompt``, ``height``, ``width``, ``num_inference_steps``,
                 ``guidance_scale``, ``negative_prompt``, ``true_cfg_scale``, ...
 
         Raises:
             InvalidRequest: a field is unknown or a value does not fit the model.
+            OutOfMemory: the device cannot hold the batch.
+            Cancelled: ``cancelled`` was set.
         """
         worker = self._open()
         values = {**(sampling_params_kwargs or {}), **sampling_params}
         batches = worker.model.admit(worker.model.sampling_params(values))
-        counter = _WholeCallProgress(progress, batches)
+        counter = _WholeCallProgress(progress, batches, cancelled or threading.Event())
         try:
             outputs = [worker.run(counter.watch(i, batch)) for i, batch in enumerate(batches)]
         except CallbackFailed as error:
@@ -206,22 +216,28 @@ class DiffGenerator:
 class _WholeCallProgress:
     """Turns the progress of single batches into that of the whole call."""
 
-    def __init__(self, listener: ProgressListener | None, batches: Sequence[Req]) -> None:
+    def __init__(
+        self,
+        listener: ProgressListener | None,
+        batches: Sequence[Req],
+        cancelled: threading.Event,
+    ) -> None:
         self.listener = listener
         self.batches = batches
+        self.cancelled = cancelled
 
     def watch(self, index: int, batch: Req) -> Req:
         """The batch, reporting how far the whole call has come."""
         listener = self.listener
-        if listener is None:
-            return batch
 
         def report(event: ProgressEvent) -> None:
+            if listener is None:
+                return
             units = [b.batch_size if event.phase == "decode" else event.total for b in self.batches]
             done, total = sum(units[:index]) + event.done, sum(units)
             listener(dataclasses.replace(event, done=done, total=total))
 
-        batch.control = RequestControl(report, batch.control.cancelled)
+        batch.control = RequestControl(report, self.cancelled)
         return batch
 
 

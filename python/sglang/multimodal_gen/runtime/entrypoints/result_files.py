@@ -1,9 +1,10 @@
-"""Where results go on disk: names, metadata, and never a half-written or overwritten file."""
+"""Where results go on disk: names, metadata, and never a half-written file."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,61 +23,80 @@ from sglang.multimodal_gen.runtime.utils.image_file import (
     image_format,
 )
 
+# Suffixes of pictures that are not written here: a path with one is a mistake, not a folder.
+OTHER_FORMATS = frozenset(
+    {".avif", ".bmp", ".gif", ".heic", ".jp2", ".jxl", ".ppm", ".svg", ".tif", ".tiff"}
+)
 
-class _Picture(Protocol):
+
+class Picture(Protocol):
+    """What is written: pixels, and what made them."""
+
     @property
-    def array(self) -> np.ndarray: ...
+    def array(self) -> np.ndarray: ...  # noqa: D102
     @property
-    def prompt(self) -> str: ...
+    def prompt(self) -> str: ...  # noqa: D102
     @property
-    def seed(self) -> int: ...
+    def seed(self) -> int: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A folder that can be written, and the file name that the caller chose, if any.
+
+    Without a name, files are called by time and seed and never overwrite another.
+    """
+
+    folder: Path
+    name: str | None = None
+    overwrite: bool = False
+
+    @classmethod
+    def of_path(cls, path: Path, images: int, *, overwrite: bool) -> Destination:
+        """What a path means: a file for a single image if it has an image's suffix, else a folder.
+
+        Raises:
+            OutputError: several images for one file, a format that is not written, or a place that
+                cannot be written.
+        """
+        if not names_a_file(path):
+            return cls(check_output_folder(path))
+        image_format(path)
+        if images != 1:
+            raise OutputError(
+                f"output path {str(path)!r} names one file, but {images} images will be made; "
+                "give a folder"
+            )
+        return cls(check_output_folder(path.parent), path.name, overwrite)
+
+    def write(
+        self,
+        images: Sequence[Picture],
+        *,
+        model: str,
+        parameters: Mapping[str, Any],
+        metadata: bool,
+    ) -> Iterator[Path]:
+        """Write pictures one by one; yields each path when its file is complete.
+
+        With ``metadata`` each holds what made it. Several of one name are numbered ``name-2.png``.
+
+        Raises:
+            OutputError: a file could not be written; those before it are complete.
+        """
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        for index, image in enumerate(images):
+            path = self.folder / (self.name or f"{stamp}-{image.seed}.png")
+            about = ImageMetadata(image.prompt, image.seed, model, parameters) if metadata else None
+            data = encode_image(image.array, image_format(path), metadata=about)
+            if not (self.name and self.overwrite):
+                yield write_new_file(path, data)
+            elif index == 0:
+                yield replace_file(path, data)
+            else:
+                yield replace_file(path.with_stem(f"{path.stem}-{index + 1}"), data)
 
 
 def names_a_file(path: Path) -> bool:
     """Whether a path means one picture: it has an image's suffix and is no folder."""
-    return path.suffix.lower() in FORMATS and not path.is_dir()
-
-
-def check_destination(path: Path, images: int) -> None:
-    """Refuse, before any work, a place that could not take the results.
-
-    Raises:
-        OutputError: several images for one file, or a folder that cannot be written.
-    """
-    if not names_a_file(path):
-        check_output_folder(path)
-        return
-    if images > 1:
-        raise OutputError(
-            f"output path {str(path)!r} names one file, but {images} images will be made; "
-            "give a folder"
-        )
-    check_output_folder(path.parent)
-
-
-def save_images(
-    images: Sequence[_Picture],
-    path: Path,
-    *,
-    model: str,
-    parameters: Mapping[str, Any],
-    metadata: bool,
-) -> list[Path]:
-    """Write pictures to ``path``: a file for a single one, else a folder.
-
-    A file that the caller names is replaced. In a folder, names are made of time and seed and
-    avoid every existing file. With ``metadata`` each picture holds what made it.
-
-    Raises:
-        OutputError: the place cannot be written.
-    """
-    check_destination(path, len(images))
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    written = []
-    for image in images:
-        named = names_a_file(path)
-        target = path if named else path / f"{stamp}-{image.seed}.png"
-        about = ImageMetadata(image.prompt, image.seed, model, parameters) if metadata else None
-        data = encode_image(image.array, image_format(target), metadata=about)
-        written.append((replace_file if named else write_new_file)(target, data))
-    return written
+    return path.suffix.lower() in (*FORMATS, *OTHER_FORMATS) and not path.is_dir()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import uuid
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
 from sglang.multimodal_gen.configs.sample.sampling_params import (
@@ -13,9 +14,10 @@ from sglang.multimodal_gen.configs.sample.sampling_params import (
     SamplingParams,
     is_blank,
 )
-from sglang.multimodal_gen.configs.task_type import ModelTaskType
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, RequestControl
 from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest
+
+MAX_IMAGES = 10_000
 
 
 def admit(
@@ -36,12 +38,19 @@ def admit(
     """
     params.check()
     prompts = _prompts(params)
-    task_type = _task_type(params, config)
+    task_type = config.resolve_task_type(params.task_type, has_image=bool(params.image_paths))
     height, width = _size(params, config)
     _check_text_length(params, config)
     seeds = _seeds(params, len(prompts))
-    params = replace(params, seed=seeds, task_type=task_type, height=height, width=width).seal()
-    guided, warnings = _guidance(params, config)
+    params = replace(
+        params,
+        prompt=tuple(params.prompts),
+        seed=tuple(seeds),
+        task_type=task_type,
+        height=height,
+        width=width,
+    ).seal()
+    scale, warnings = _guidance(params, config)
     request_id = uuid.uuid4().hex
     control = RequestControl() if control is None else control
     return [
@@ -53,12 +62,12 @@ def admit(
             seeds=seeds[start : start + batching_max_size],
             height=height,
             width=width,
-            num_inference_steps=params.num_inference_steps,
+            num_inference_steps=int(params.num_inference_steps),
             guidance_scale=float(params.guidance_scale),
-            true_cfg_scale=float(1.0 if params.true_cfg_scale is None else params.true_cfg_scale),
-            do_classifier_free_guidance=guided,
+            true_cfg_scale=1.0 if scale is None else scale,
+            do_classifier_free_guidance=scale is not None,
             max_sequence_length=params.max_sequence_length,
-            image_path=_image_paths(params),
+            image_path=[os.fspath(path) for path in params.image_paths],
             task_type=task_type,
             data_type=task_type.data_type(),
             control=control,
@@ -77,22 +86,18 @@ def _prompts(params: SamplingParams) -> list[str]:
         if is_blank(prompt) and not params.prompt_optional:
             raise InvalidRequest("prompt", prompt, "is empty; say what to make")
     prompts = prompts or [""]
+    if len(prompts) * params.num_outputs_per_prompt > MAX_IMAGES:
+        raise InvalidRequest(
+            "num_outputs_per_prompt",
+            params.num_outputs_per_prompt,
+            f"makes {len(prompts) * params.num_outputs_per_prompt} images of {len(prompts)} "
+            f"prompts; at most {MAX_IMAGES} a request",
+        )
     return [prompt for prompt in prompts for _ in range(params.num_outputs_per_prompt)]
 
 
 def _negatives(params: SamplingParams, count: int) -> list[str] | None:
     return None if params.negative_prompt is None else [params.negative_prompt] * count
-
-
-def _image_paths(params: SamplingParams) -> list[str]:
-    paths = getattr(params, "image_path", None)
-    if paths is None:
-        return []
-    return [paths] if isinstance(paths, str) else list(paths)
-
-
-def _task_type(params: SamplingParams, config: PipelineConfig) -> ModelTaskType:
-    return config.resolve_task_type(params.task_type, has_image=bool(_image_paths(params)))
 
 
 def _size(params: SamplingParams, config: PipelineConfig) -> tuple[int, int]:
@@ -119,7 +124,7 @@ def _size(params: SamplingParams, config: PipelineConfig) -> tuple[int, int]:
             f"is more than this model's max_pixels={config.max_pixels}; ask for less, or raise "
             "pipeline_config.max_pixels",
         )
-    return height, width
+    return int(height), int(width)
 
 
 def _check_text_length(params: SamplingParams, config: PipelineConfig) -> None:
@@ -142,8 +147,8 @@ def _seeds(params: SamplingParams, images: int) -> list[int]:
                 params.seed,
                 f"has {len(params.seed)} seeds for {images} images; give one seed, or one an image",
             )
-        return [_draw_seed() if seed == RANDOM_SEED else seed for seed in params.seed]
-    first = _draw_seed() if params.seed in (None, RANDOM_SEED) else params.seed
+        return [_draw_seed() if seed == RANDOM_SEED else int(seed) for seed in params.seed]
+    first = _draw_seed() if params.seed in (None, RANDOM_SEED) else int(params.seed)
     if first + images - 1 > MAX_SEED:
         raise InvalidRequest(
             "seed", first, f"leaves no room for {images} images below {MAX_SEED}; use a smaller one"
@@ -156,16 +161,36 @@ def _draw_seed() -> int:
     return secrets.randbits(32)
 
 
-def _guidance(params: SamplingParams, config: PipelineConfig) -> tuple[bool, list[str]]:
-    """Whether a second forward is needed, and what the caller should know about it."""
-    scale = params.true_cfg_scale
-    above_one = scale is not None and scale > 1.0 + 1e-6
-    guided = above_one and params.negative_prompt is not None
+def _guidance(params: SamplingParams, config: PipelineConfig) -> tuple[float | None, list[str]]:
+    """The scale of classifier-free guidance, None where it is off; and what the caller should know.
+
+    It is off at 1 (within rounding), where the second forward would be paid for nothing.
+    """
+    name = "true_cfg_scale"
+    if params.true_cfg_scale is None and config.should_use_guidance:
+        name = "guidance_scale"
+    value = getattr(params, name)
+    on = value is not None and value > 1.0 + 1e-6
     warnings = []
-    if above_one and not guided:
+    if on and params.negative_prompt is None and name == "true_cfg_scale":
         warnings.append(
-            f"true_cfg_scale={scale} has no effect without a negative_prompt (which may be empty)"
+            f"{name}={value} has no effect without a negative_prompt (which may be empty)"
         )
-    if params.negative_prompt and not guided:
-        warnings.append("negative_prompt has no effect unless true_cfg_scale is above 1")
-    return guided, warnings
+    if not on and value is not None and value < 1.0 - 1e-6 and name == "true_cfg_scale":
+        warnings.append(f"{name}={value} has no effect: it must be above 1")
+    if params.negative_prompt and not on:
+        warnings.append(f"negative_prompt has no effect unless {name} is above 1")
+    embedded = config.dit_config.guidance_embeds
+    if not (embedded or config.should_use_guidance) and _was_set(params, "guidance_scale"):
+        warnings.append(
+            f"guidance_scale={params.guidance_scale} has no effect: this checkpoint takes no "
+            "guidance; use true_cfg_scale with a negative_prompt"
+        )
+    guided = on and params.negative_prompt is not None
+    return (float(value) if guided and value is not None else None), warnings
+
+
+def _was_set(params: SamplingParams, name: str) -> bool:
+    """Whether a value differs from the family's default."""
+    default = next(f.default for f in fields(params) if f.name == name)
+    return getattr(params, name) != default

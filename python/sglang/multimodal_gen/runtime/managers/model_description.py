@@ -18,6 +18,7 @@ from sglang.multimodal_gen.runtime.loader.model_source import (
 from sglang.multimodal_gen.runtime.managers.admission import admit
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, RequestControl
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class ModelDescription:
 
         Raises:
             ModelNotFound: nothing is there, or no family serves it.
-            CheckpointError: a file of it is missing or damaged.
-            InvalidRequest: its ``sampling_params.json`` holds a bad value.
+            CheckpointError: a file of it is missing or damaged, or its ``sampling_params.json``
+                holds a bad value.
         """
         model = server_args.model
         source = resolve_model_source(model.model_path, model.revision)
@@ -57,8 +58,10 @@ class ModelDescription:
         args = dataclasses.replace(server_args, pipeline_config=config)
         args = info.pipeline_cls.bind_checkpoint(source, args)
         defaults = read_sampling_defaults(source.root)
-        label = f"sampling_params.json of {source.name}"
-        info.sampling_param_cls.from_values(defaults, source=label)
+        try:
+            info.sampling_param_cls.from_values(defaults)
+        except InvalidRequest as error:
+            raise CheckpointError(f"sampling_params.json of {source.name}: {error}") from error
         return cls(source, info, args, defaults)
 
     def sampling_params(self, values: Mapping[str, Any]) -> SamplingParams:

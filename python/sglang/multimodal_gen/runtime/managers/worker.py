@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import torch
+
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
     ComposedPipelineBase,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch, Req
-from sglang.multimodal_gen.runtime.utils.errors import DiffusionError, InternalError
+from sglang.multimodal_gen.runtime.utils.errors import (
+    DiffusionError,
+    InternalError,
+    OutOfMemory,
+)
 from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
 
 
@@ -25,7 +31,10 @@ class Worker:
     ) -> None:
         self.model = model
         self.pipeline: ComposedPipelineBase = model.info.pipeline_cls(
-            model.server_args.model.model_path, model.server_args, progress=progress
+            model.server_args.model.model_path,
+            model.server_args,
+            source=model.source,
+            progress=progress,
         )
 
     def run(self, batch: Req) -> OutputBatch:
@@ -39,6 +48,12 @@ class Worker:
             return self.pipeline.forward(batch, self.pipeline.server_args)
         except DiffusionError:
             raise
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"{batch.height}x{batch.width}, {batch.batch_size} images together, did not fit "
+                f"into the device's memory ({error}). Ask for less at once (batching_max_size), a "
+                "smaller size, or --precision bf16"
+            ) from error
         except Exception as error:  # the worker boundary: name the request, keep the cause
             raise InternalError(
                 f"request {batch.request_id} failed: {type(error).__name__}: {error}"

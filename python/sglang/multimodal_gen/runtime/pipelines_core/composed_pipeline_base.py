@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -35,6 +35,9 @@ from sglang.multimodal_gen.runtime.platforms.device import peak_memory_mb, reset
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
 from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
+from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 Keys = str | Sequence[str] | None
 
@@ -52,6 +55,7 @@ class ComposedPipelineBase(ABC):
         required_config_modules: replaces the class's list.
         loaded_modules: components by name that need no loading.
         executor: runs the stages; in order, in this process, by default.
+        source: what ``model_path`` was found to be, where that is known already.
         progress: hears about loading, in bytes.
 
     Raises:
@@ -75,6 +79,7 @@ class ComposedPipelineBase(ABC):
         loaded_modules: Mapping[str, Any] | None = None,
         executor: Callable[[Mapping[str, PipelineStage]], SyncExecutor] = SyncExecutor,
         *,
+        source: ModelSource | None = None,
         progress: ProgressListener | None = None,
     ) -> None:
         if server_args.pipeline_config is None:
@@ -90,11 +95,10 @@ class ComposedPipelineBase(ABC):
         )
         self.stages: dict[str, PipelineStage] = {}
         self.stage_roles: dict[str, RoleType] = {}
-        self.load_timings: dict[str, float] = {}
         self.modules: dict[str, Any] = {}
         self.server_args = server_args
 
-        self._load_modules(loaded_modules or {}, progress)
+        self._load_modules(loaded_modules or {}, source, progress)
         self.create_pipeline_stages(self.server_args)
         link(self.stages)
         self.executor = executor(self.stages)
@@ -108,6 +112,15 @@ class ComposedPipelineBase(ABC):
     def get_module(self, name: str, default: Any = None) -> Any:
         """A loaded component; ``default`` if this pipeline has none of that name."""
         return self.modules.get(name, default)
+
+    def _required(self, name: str) -> Any:
+        """A component that a standard stage cannot do without."""
+        if name not in self.modules:
+            raise PipelineDefinitionError(
+                f"{type(self).__name__} has no component {name!r}."
+                f"{did_you_mean(name, self.modules)} It has: {', '.join(self.modules)}"
+            )
+        return self.modules[name]
 
     def add_module(self, name: str, module: Any) -> None:
         """Put a component in place, for stages wired after this."""
@@ -127,13 +140,18 @@ class ComposedPipelineBase(ABC):
         names = cls._required_config_modules if names is None else names
         return {name: cls._extra_config_module_map.get(name, name) for name in names}
 
-    def _load_modules(self, given: Mapping[str, Any], progress: ProgressListener | None) -> None:
+    def _load_modules(
+        self,
+        given: Mapping[str, Any],
+        source: ModelSource | None,
+        progress: ProgressListener | None,
+    ) -> None:
         self.modules = dict(given)
         missing = [name for name in self.required_config_modules if name not in given]
         if missing:
-            source = resolve_model_source(self.model_path, self.server_args.model.revision)
+            if source is None:
+                source = resolve_model_source(self.model_path, self.server_args.model.revision)
             self.server_args = self.bind_checkpoint(source, self.server_args)
-            start = time.perf_counter()
             loaded = load_components(
                 source,
                 self._index_names(missing),
@@ -142,8 +160,8 @@ class ComposedPipelineBase(ABC):
                 progress,
             )
             self.modules |= {name: component.module for name, component in loaded.items()}
-            self.load_timings = {name: component.seconds for name, component in loaded.items()}
-            self.load_timings["total"] = time.perf_counter() - start
+            for name, component in loaded.items():
+                logger.info("%s: %s loaded in %.2f s", self.model_path, name, component.seconds)
         config = self.server_args.pipeline_config
         assert config is not None
         config.seal()
@@ -193,12 +211,20 @@ class ComposedPipelineBase(ABC):
             text_encoders=self._modules_of("text_encoder", text_encoder_key),
             tokenizers=self._modules_of("tokenizer", tokenizer_key),
         )
+        config = self.server_args.pipeline_config
+        assert config is not None
+        described = len(config.text_encoder_configs)
+        if described != len(stage.text_encoders):
+            raise PipelineDefinitionError(
+                f"{type(self).__name__} has {len(stage.text_encoders)} text encoders, but "
+                f"{type(config).__name__}.text_encoder_configs describes {described}"
+            )
         return self.add_stage(stage, "text_encoding_stage")
 
     def add_standard_image_vae_encoding_stage(self, vae_key: str = "vae") -> Self:
         """Input images to latents."""
         return self.add_stage(
-            ImageVAEEncodingStage(self.get_module(vae_key)), "image_vae_encoding_stage"
+            ImageVAEEncodingStage(self._required(vae_key)), "image_vae_encoding_stage"
         )
 
     def add_standard_latent_preparation_stage(
@@ -206,14 +232,14 @@ class ComposedPipelineBase(ABC):
     ) -> Self:
         """Initial noise."""
         stage = LatentPreparationStage(
-            self.get_module(scheduler_key), self.get_module(transformer_key)
+            self._required(scheduler_key), self._required(transformer_key)
         )
         return self.add_stage(stage, "latent_preparation_stage")
 
     def add_standard_timestep_preparation_stage(self, scheduler_key: str = "scheduler") -> Self:
         """The schedule."""
         return self.add_stage(
-            TimestepPreparationStage(self.get_module(scheduler_key)), "timestep_preparation_stage"
+            TimestepPreparationStage(self._required(scheduler_key)), "timestep_preparation_stage"
         )
 
     def add_standard_denoising_stage(
@@ -222,16 +248,14 @@ class ComposedPipelineBase(ABC):
         """The loop."""
         return self.add_stage_factory(
             RoleType.DENOISER,
-            lambda: DenoisingStage(
-                self.get_module(transformer_key), self.get_module(scheduler_key)
-            ),
+            lambda: DenoisingStage(self._required(transformer_key), self._required(scheduler_key)),
             "denoising_stage",
         )
 
     def add_standard_decoding_stage(self, vae_key: str = "vae") -> Self:
         """Latents to pictures."""
         return self.add_stage_factory(
-            RoleType.DECODER, lambda: DecodingStage(self.get_module(vae_key)), "decoding_stage"
+            RoleType.DECODER, lambda: DecodingStage(self._required(vae_key)), "decoding_stage"
         )
 
     def add_standard_t2i_stages(self) -> Self:
@@ -257,7 +281,7 @@ class ComposedPipelineBase(ABC):
         """The components under ``keys``; by default ``role``, ``role_2``, ... as far as loaded."""
         if keys is None:
             keys = [name for name in self.required_config_modules if role_of(name) == role]
-        return [self.get_module(key) for key in ([keys] if isinstance(keys, str) else keys)]
+        return [self._required(key) for key in ([keys] if isinstance(keys, str) else keys)]
 
     # Running.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import (
     READABLE_FROM_START,
     REQ_FIELDS,
+    WRITTEN_BY_STAGES,
     Req,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
@@ -16,7 +16,7 @@ from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
 
 Stages = Mapping[str, PipelineStage]
 
-_FREEABLE = frozenset(f.name for f in fields(Req) if not f.init) - {"output"}
+_FREEABLE = WRITTEN_BY_STAGES - {"output"}
 
 
 def link(stages: Stages) -> None:
@@ -60,8 +60,7 @@ def crossing(stages: Stages, cut: int) -> frozenset[str]:
 def last_use(stages: Stages) -> dict[str, frozenset[str]]:
     """For each stage, the stage-written fields that nobody touches after it.
 
-    Empty where any stage declares nothing. Fields with a default are never freed (they are small,
-    or shared), nor is the output.
+    Empty where any stage declares nothing. The output is never among them.
     """
     if any(stage.reads is None or stage.writes is None for stage in stages.values()):
         return {}
@@ -93,7 +92,8 @@ class Guarded:
         allowed = (stage.reads or frozenset()) | (stage.writes or frozenset()) | _ALWAYS
         if name in REQ_FIELDS and name not in allowed:
             raise PipelineDefinitionError(
-                f"{type(stage).__name__} reads batch.{name} without declaring it"
+                f"{type(stage).__name__} (or a hook it calls) reads batch.{name}, which it does "
+                "not declare"
             )
         return getattr(self._batch, name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -44,6 +45,15 @@ def _by_a_stage() -> Any:
     return field(init=False, repr=False)
 
 
+def _by_some_stage(default_factory: Callable[[], Any]) -> Any:
+    """A field that some pipelines' stages write, with a value for those that do not."""
+    return field(default_factory=default_factory, repr=False, metadata={"stage": True})
+
+
+def _nothing() -> None:
+    return None
+
+
 @dataclass(slots=True, kw_only=True)
 class Req:
     """One batch of B images that run together; lists of the request have one entry an image.
@@ -75,25 +85,26 @@ class Req:
     # Input images.
     generator: list[torch.Generator] = _by_a_stage()
     condition_image: list[Image.Image] = _by_a_stage()
-    image_latent: Tensor | None = None
+    image_latent: Tensor | None = _by_some_stage(_nothing)
 
     # Text: lists with one entry an encoder, each [B, T, D] or pooled [B, P].
     prompt_embeds: list[Tensor] = _by_a_stage()
-    negative_prompt_embeds: list[Tensor] = field(default_factory=list)
-    pooled_embeds: list[Tensor] = field(default_factory=list)
-    neg_pooled_embeds: list[Tensor] = field(default_factory=list)
-    prompt_attention_mask: list[Tensor] = field(default_factory=list)
-    negative_attention_mask: list[Tensor] = field(default_factory=list)
+    negative_prompt_embeds: list[Tensor] = _by_some_stage(list)
+    pooled_embeds: list[Tensor] = _by_some_stage(list)
+    neg_pooled_embeds: list[Tensor] = _by_some_stage(list)
+    prompt_attention_mask: list[Tensor] = _by_some_stage(list)
+    negative_attention_mask: list[Tensor] = _by_some_stage(list)
 
     # Latents: packed as the denoiser takes them; the shape before packing is kept.
     latents: Tensor = _by_a_stage()
     raw_latent_shape: tuple[int, ...] = _by_a_stage()
-    model_state: Any = None
+    model_state: Any = _by_some_stage(_nothing)
 
-    # Schedule: the scheduler is this request's own copy.
-    scheduler: Any = None
+    # Schedule: the scheduler is this request's own copy; sigmas are as it uses them (shifted), one
+    # a step.
+    scheduler: Any = _by_some_stage(_nothing)
     timesteps: Tensor = _by_a_stage()
-    sigmas: list[float] | None = None
+    sigmas: list[float] | None = _by_some_stage(_nothing)
 
     # Result: float32 [B, C, H, W] in 0..1, on the CPU.
     output: Tensor = _by_a_stage()
@@ -104,6 +115,13 @@ class Req:
     def batch_size(self) -> int:
         """Images in this batch (B)."""
         return len(self.seeds)
+
+    def release(self, name: str) -> None:
+        """Let go of what a stage wrote into a field: it reads as if no stage had."""
+        if name in _STAGE_DEFAULTS:
+            setattr(self, name, _STAGE_DEFAULTS[name]())
+        elif hasattr(self, name):
+            delattr(self, name)
 
     def __getattr__(self, name: str) -> NoReturn:
         # Only reached when the slot holds nothing, or when there is no such slot.
@@ -116,6 +134,15 @@ class Req:
 
 
 REQ_FIELDS = frozenset(f.name for f in fields(Req))
+
+_STAGE_DEFAULTS = {
+    f.name: f.default_factory
+    for f in fields(Req)
+    if f.metadata.get("stage") and f.default_factory is not MISSING
+}
+
+WRITTEN_BY_STAGES = frozenset(f.name for f in fields(Req) if not f.init) | set(_STAGE_DEFAULTS)
+"""What only stages write."""
 
 READABLE_FROM_START = frozenset(
     f.name

@@ -7,6 +7,7 @@
     │   ├── InvalidRequest         a sampling value is wrong; names field, value, remedy
     │   ├── InvalidArgument        a server argument (flag) is wrong
     │   ├── ModelNotFound          a model path or name leads nowhere
+    │   ├── OutOfMemory            the request does not fit into the device
     │   └── OutputError            the output folder cannot be written
     ├── CheckpointError (ValueError)  a checkpoint is incomplete, damaged or of another shape
     ├── PipelineDefinitionError (TypeError)  a porter's pipeline, stage or registration is wrong
@@ -50,6 +51,10 @@ class InvalidArgument(UserError):
 
 class ModelNotFound(UserError):
     """A model path or name that leads to no checkpoint or no known family."""
+
+
+class OutOfMemory(UserError):
+    """A request that does not fit into the device's memory; the next one may."""
 
 
 class OutputError(UserError):

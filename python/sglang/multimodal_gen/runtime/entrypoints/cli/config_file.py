@@ -44,7 +44,10 @@ class ConfigFile:
         """
         found: dict[str, object] = {}
         for spec in flags:
-            for key in set(spec.keys) & self._values.keys():
+            said = [key for key in spec.keys if key in self._values]
+            if len(said) > 1:
+                raise self._twice(said[1])
+            for key in said:
                 try:
                     found[spec.name] = spec.accept(self._values[key])
                 except InvalidArgument as error:

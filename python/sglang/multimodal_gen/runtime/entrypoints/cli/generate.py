@@ -11,10 +11,7 @@ from sglang.multimodal_gen.runtime.entrypoints.cli.generate_options import (
     GenerateOptions,
     read_options,
 )
-from sglang.multimodal_gen.runtime.entrypoints.cli.output_files import (
-    OutputTarget,
-    output_target,
-)
+from sglang.multimodal_gen.runtime.entrypoints.cli.output_files import destination
 from sglang.multimodal_gen.runtime.entrypoints.cli.report import (
     json_line,
     print_notes,
@@ -28,6 +25,8 @@ if TYPE_CHECKING:
         DiffGenerator,
         GenerationResult,
     )
+    from sglang.multimodal_gen.runtime.entrypoints.result_files import Destination
+    from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
     from sglang.multimodal_gen.runtime.server_args import ServerArgs
     from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
 
@@ -40,11 +39,11 @@ def run(argv: Sequence[str]) -> int:
     options = read_options(argv)
     if options is None:
         return 0
-    target = output_target(options.own, options.image_count)
+    place = destination(options.own, options.image_count)
     logging.basicConfig(stream=sys.stderr)
     logging.getLogger("sglang").setLevel(options.server.observe.log_level.upper())
     result = _generate(options)
-    _tell(options, result, target)
+    _tell(options, result, place)
     return 0
 
 
@@ -56,11 +55,11 @@ def open_generator(
     torch is imported here, after everything that needs no torch was checked.
     """
     from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import DiffGenerator
-    from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 
-    model = ModelDescription.find(args)
-    model.admit(model.sampling_params(request))
-    return DiffGenerator.from_server_args(args, progress=progress)
+    def refuse_early(model: ModelDescription) -> None:
+        model.admit(model.sampling_params(request))
+
+    return DiffGenerator.from_server_args(args, before_loading=refuse_early, progress=progress)
 
 
 def _generate(options: GenerateOptions) -> GenerationResult:
@@ -72,10 +71,16 @@ def _generate(options: GenerateOptions) -> GenerationResult:
             return generator.generate(progress=listener, **options.request)
 
 
-def _tell(options: GenerateOptions, result: GenerationResult, target: OutputTarget) -> None:
+def _tell(options: GenerateOptions, result: GenerationResult, place: Destination) -> None:
     """Write the pictures and print what was asked for."""
     paths = []
-    for path in target.write(result, metadata=options.own.save_metadata):
+    written = place.write(
+        result.images,
+        model=result.model,
+        parameters=result.parameters,
+        metadata=options.own.save_metadata,
+    )
+    for path in written:
         paths.append(path)
         if not options.own.json:
             print(path, flush=True)

@@ -38,7 +38,7 @@ def _list(*, as_json: bool) -> None:
     if as_json:
         rows = [
             {
-                "pipeline": known.pipeline,
+                "pipelines": list(known.pipelines),
                 "paths": list(known.paths),
                 "task_types": list(known.task_types),
                 "sampling_params": known.sampling_params.__name__,
@@ -46,13 +46,13 @@ def _list(*, as_json: bool) -> None:
             }
             for known in models
         ]
-        print(json.dumps({"models": rows, "bundled": bundled_models()}))
+        print(json.dumps({"models": rows, "bundled": list(bundled_models())}))
         return
     _print_table(
         ("pipeline", "model path", "tasks", "sampling params"),
         (
             (
-                known.pipeline,
+                "\n".join(known.pipelines),
                 "\n".join(known.paths),
                 ", ".join(known.task_types),
                 known.sampling_params.__name__,

@@ -35,8 +35,7 @@ class SyncExecutor:
             synchronize(device)
             batch.timings[name] = time.perf_counter() - start
             for field in self.last_use.get(name, ()):
-                if hasattr(batch, field):
-                    delattr(batch, field)
+                batch.release(field)
         return batch
 
     def _run(self, stage: PipelineStage, batch: Req, server_args: ServerArgs) -> None:

@@ -20,7 +20,7 @@ class LatentPreparationStage(PipelineStage):
     with a list of CPU generators.
     """
 
-    reads = frozenset({"generator", "height", "width", "num_frames", "prompt_embeds"})
+    reads = frozenset({"generator", "height", "width", "num_frames", "prompt_embeds", "task_type"})
     writes = frozenset({"latents", "raw_latent_shape"})
 
     def __init__(self, scheduler: Any = None, transformer: Any = None) -> None:
@@ -39,7 +39,6 @@ class LatentPreparationStage(PipelineStage):
                 for generator in batch.generator
             ]
         ).to(embeds.device)
-        noise = noise * getattr(self.scheduler, "init_noise_sigma", 1.0)
         batch.raw_latent_shape = tuple(shape)
         batch.latents = config.maybe_pack_latents(noise, size, batch)
         return batch

@@ -66,28 +66,30 @@ class TextEncodingStage(PipelineStage):
     def forward(self, batch: Req, server_args: ServerArgs) -> Req:
         """Writes the embeddings of the prompts and, if guidance needs them, of the negatives."""
         configs = self._configs(server_args)
-        positive = self.encode(batch, batch.prompt, configs)
+        positive = self.encode(batch, batch.prompt, configs, label="prompt")
         batch.prompt_embeds = positive.embeds
         batch.pooled_embeds = positive.pooled
         batch.prompt_attention_mask = positive.masks
         if batch.do_classifier_free_guidance:
             assert batch.negative_prompt is not None, "admission turns guidance on only with one"
-            negative = self.encode(batch, batch.negative_prompt, configs)
+            negative = self.encode(batch, batch.negative_prompt, configs, label="negative prompt")
             batch.negative_prompt_embeds = negative.embeds
             batch.neg_pooled_embeds = negative.pooled
             batch.negative_attention_mask = negative.masks
         return batch
 
     def encode(
-        self, batch: Req, prompts: Sequence[str], configs: Sequence[EncoderConfig]
+        self, batch: Req, prompts: Sequence[str], configs: Sequence[EncoderConfig], *, label: str
     ) -> TextEmbeddings:
-        """Embeddings of ``prompts``, through every encoder."""
+        """Embeddings of ``prompts``, through every encoder; ``label`` names them in warnings."""
         result = TextEmbeddings([], [], [])
         distinct = list(dict.fromkeys(prompts))
         rows = torch.tensor([distinct.index(prompt) for prompt in prompts])
         for encoder, tokenizer, config in zip(
             self.text_encoders, self.tokenizers, configs, strict=True
         ):
+            for prompt in distinct:
+                _warn_if_cut(batch, prompt, tokenizer, config, label)
             encoded = [self.encode_one(batch, p, encoder, tokenizer, config) for p in distinct]
             values = torch.cat([value for value, _ in encoded])
             pooled = config.output == "pooler_output"
@@ -105,7 +107,6 @@ class TextEncodingStage(PipelineStage):
         tokens = tokenizer(
             prompt, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
         )
-        _warn_if_cut(batch, prompt, tokenizer, length)
         device = next(encoder.parameters()).device
         inputs = {"input_ids": tokens.input_ids.to(device)}
         if config.use_attention_mask:
@@ -131,8 +132,11 @@ def _padded_length(batch: Req, tokenizer: Any, config: EncoderConfig) -> int:
     return tokenizer.model_max_length
 
 
-def _warn_if_cut(batch: Req, prompt: str, tokenizer: Any, length: int) -> None:
+def _warn_if_cut(
+    batch: Req, prompt: str, tokenizer: Any, config: EncoderConfig, label: str
+) -> None:
     """A cut prompt is never silent: the warning names the encoder's limit and the lost words."""
+    length = _padded_length(batch, tokenizer, config)
     ids = tokenizer(prompt, truncation=False, verbose=False).input_ids
     if len(ids) <= length:
         return
@@ -142,7 +146,7 @@ def _warn_if_cut(batch: Req, prompt: str, tokenizer: Any, length: int) -> None:
     lost = full_text[len(kept_text) :].strip()
     shown = lost if len(lost) <= 80 else lost[:77] + "..."
     warning = (
-        f"prompt cut: {type(tokenizer).__name__} takes {length} tokens and the prompt has "
+        f"{label} cut: {type(tokenizer).__name__} takes {length} tokens and the prompt has "
         f"{len(ids)}; this encoder did not see {shown!r}"
     )
     if warning not in batch.warnings:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
-from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest
+from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
 
 if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.server_args import ServerArgs
@@ -16,17 +16,22 @@ if TYPE_CHECKING:
 class TimestepPreparationStage(PipelineStage):
     """Sets the timesteps on the request's own copy of the scheduler (Diffusers' interface)."""
 
-    reads = frozenset({"num_inference_steps", "sigmas", "raw_latent_shape", "latents"})
-    writes = frozenset({"scheduler", "timesteps", "sigmas", "num_inference_steps"})
+    reads = frozenset(
+        {"num_inference_steps", "raw_latent_shape", "latents", "height", "width", "task_type"}
+    )
+    writes = frozenset({"scheduler", "timesteps", "sigmas", "num_inference_steps", "latents"})
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
 
     def forward(self, batch: Req, server_args: ServerArgs) -> Req:
-        """Writes the timesteps [N] on the latents' device, and the scheduler that made them."""
+        """Writes the timesteps [N] on the latents' device, the sigmas, and who made them.
+
+        Brings the noise to the schedule's first level where it has one (``init_noise_sigma``).
+        """
         config = self.pipeline_config(server_args)
         scheduler = copy.deepcopy(self.scheduler)
-        sigmas = config.prepare_sigmas(batch.sigmas, batch.num_inference_steps)
+        sigmas = config.prepare_sigmas(None, batch.num_inference_steps)
         kwargs = config.prepare_extra_set_timesteps_kwargs(batch, scheduler.config)
         if sigmas is not None:
             kwargs["sigmas"] = sigmas
@@ -34,11 +39,15 @@ class TimestepPreparationStage(PipelineStage):
             kwargs["num_inference_steps"] = batch.num_inference_steps
         scheduler.set_timesteps(device=batch.latents.device, **kwargs)
         if len(scheduler.timesteps) == 0:
-            raise InvalidRequest(
-                "num_inference_steps", batch.num_inference_steps, "leaves no step to run"
+            raise PipelineDefinitionError(
+                f"{type(scheduler).__name__} made no step of num_inference_steps="
+                f"{batch.num_inference_steps}"
             )
+        if hasattr(scheduler, "init_noise_sigma"):
+            batch.latents = batch.latents * scheduler.init_noise_sigma
         batch.scheduler = scheduler
         batch.timesteps = scheduler.timesteps
-        batch.sigmas = sigmas
+        used = getattr(scheduler, "sigmas", None)
+        batch.sigmas = None if used is None else used[: len(scheduler.timesteps)].tolist()
         batch.num_inference_steps = len(scheduler.timesteps)
         return batch

@@ -9,7 +9,7 @@ from torch import Tensor
 def attend(
     q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, *, mask: Tensor | None, causal: bool
 ) -> Tensor:
-    """Attention over T keys; [B, S, H, D]. ``mask`` is boolean, True = attend, as [B, 1, S, T]."""
+    """Attention over T keys; [B, S, H, D]. ``mask`` as `USPAttention` takes it."""
     out_BHSD = F.scaled_dot_product_attention(
         q_BSHD.transpose(1, 2),
         k_BTHD.transpose(1, 2),

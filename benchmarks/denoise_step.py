@@ -59,30 +59,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     theirs, ours = make_sides(work, device, dtype)
     agreement = relative_l2(first_prediction(ours), first_prediction(theirs))
+    print(f"relative L2 of one prediction, ours to diffusers': {agreement:.2e}", flush=True)
+    record: dict[str, Any] = {
+        "workload": asdict(work),
+        "operations": operations.to_dict(),
+        "floor_ms": floor,
+        "relative_l2": agreement,
+        "machine": _machine(device),
+        "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+    }
     rows = _measure(ours, theirs, floor, options, device)
-    compile_wait = None
+    _tell(record, rows, options)
     if options.compile:
-        compile_wait = _compile(theirs, options.steps)
+        # Told and written first: compiling takes minutes, and lent machines have limits.
+        record["compile_wait_s"] = _compile(theirs, options.steps)
         rows += _measure(ours, theirs, floor, options, device, COMPILED)
-
-    ratios = _print_rows(rows)
-    print(f"relative L2 of one prediction, ours to diffusers': {agreement:.2e}")
-    if compile_wait is not None:
-        print(f"wait for the first compiled loop: {compile_wait:.1f} s")
-    if options.json:
-        record = {
-            "workload": asdict(work),
-            "operations": operations.to_dict(),
-            "floor_ms": floor,
-            "rows": [asdict(row) for row in rows],
-            "ratios": ratios,
-            "relative_l2": agreement,
-            "compile_wait_s": compile_wait,
-            "machine": _machine(device),
-            "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
-        }
-        options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        print(f"wait for the first compiled loop: {record['compile_wait_s']:.1f} s")
+        _tell(record, rows, options)
     return _verdict(agreement, dtype, rows, check=options.check)
+
+
+def _tell(record: dict[str, Any], rows: Sequence[Row], options: argparse.Namespace) -> None:
+    """Print the table so far, and write everything so far."""
+    record |= {"rows": [asdict(row) for row in rows], "ratios": _print_rows(rows)}
+    sys.stdout.flush()
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def relative_l2(measured: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,0 +1,1 @@
+"""Trainer of the bundled miniature model: scenes, grader, training and evaluation."""

@@ -235,3 +235,34 @@ def test_a_path_of_an_unwritten_format_is_refused(generator, tmp_path):
     with pytest.raises(UserError, match=r"\.gif"):
         result.save(tmp_path / "x.gif")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "message"),
+    [
+        (("a red circle",), {}, r"generate\(prompt=...\)"),
+        ((["a"],), {}, r"generate\(prompt=...\)"),
+        (({3: "x"},), {}, "must map field names"),
+        ((), {"prompt": "x", "progress": 3}, "progress=3"),
+        ((), {"prompt": "x", "cancelled": True}, "threading.Event"),
+        ((), {"prompt": "x", "guidance_scale": 10**400}, "guidance_scale"),
+    ],
+)
+def test_calls_that_cannot_be_meant_are_refused_in_words(generator, arguments, named, message):
+    with pytest.raises(UserError, match=message):
+        generator.generate(*arguments, **named)
+
+
+def test_batches_come_one_by_one_and_all_is_checked_before_the_first(folder):
+    with DiffGenerator.from_pretrained(str(folder), device="cpu", batching_max_size=1) as generator:
+        parts = generator.generate_batches(prompt=["a", "b"], seed=4, **SMALL)
+        assert [image.seed for image in next(parts)] == [4]
+        assert [image.seed for image in next(parts)] == [5]
+        with pytest.raises(InvalidRequest, match="height"):
+            generator.generate_batches(prompt=["a", "b"], **(SMALL | {"height": 33}))
+
+
+@pytest.mark.parametrize("path", [3, None, "", "s3://bucket/x.png"])
+def test_a_place_that_is_no_path_is_refused(generator, path):
+    with pytest.raises(UserError, match="output path"):
+        generator.generate(prompt="a fox", seed=1, **SMALL).save(path)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
+from sglang.multimodal_gen import GeneratedImage, GenerationResult
 from sglang.multimodal_gen.configs.sample.sampling_params import ImageSamplingParams
 from sglang.multimodal_gen.runtime.entrypoints.cli import generate, generate_options
 from sglang.multimodal_gen.runtime.entrypoints.cli.main import main
@@ -34,26 +35,6 @@ class PromptlessParams(ImageSamplingParams):
 FAMILIES = {"demo": FamilyParams, "other": ImageSamplingParams, "promptless": PromptlessParams}
 
 
-@dataclass
-class FakeImage:
-    array: np.ndarray
-    prompt: str
-    seed: int
-
-
-@dataclass
-class FakeResult:
-    images: list[FakeImage]
-    parameters: dict[str, Any]
-    warnings: list[str]
-    model: str
-    timings: dict[str, float] = field(
-        default_factory=lambda: {"text_encoding_stage": 0.25, "denoising_stage": 1.5}
-    )
-    load_seconds: float = 0.75
-    peak_memory_mb: float = 321.5
-
-
 class FakeGenerator:
     """Records what it was asked, and makes flat pictures."""
 
@@ -67,7 +48,9 @@ class FakeGenerator:
         self.opened = 0
         self.closed = 0
 
-    def open(self, args, request, progress) -> FakeGenerator:
+    def open(self, args, request, on_admitted, progress) -> FakeGenerator:
+        params = FAMILIES[args.model.model_path].from_values(request)
+        on_admitted(max(len(params.prompts), 1) * params.num_outputs_per_prompt)
         self.args, self.opened = args, self.opened + 1
         if progress is not None:
             progress(ProgressEvent("load", 9_000_000, 9_000_000, "transformer"))
@@ -79,7 +62,7 @@ class FakeGenerator:
     def __exit__(self, *_: object) -> None:
         self.closed += 1
 
-    def generate(self, *, progress=None, **sampling: Any) -> FakeResult:
+    def generate_batches(self, *, progress=None, **sampling: Any) -> Iterator[GenerationResult]:
         self.request = sampling
         if self.error is not None:
             raise self.error
@@ -89,12 +72,15 @@ class FakeGenerator:
         prompts = [p for p in params.prompts or [""] for _ in range(params.num_outputs_per_prompt)]
         seed = params.seed if isinstance(params.seed, int) else 100
         shape = (params.height or 4, params.width or 4, 3)
-        return FakeResult(
+        yield GenerationResult(
             images=[
-                FakeImage(np.full(shape, seed + k, dtype=np.uint8), prompt, seed + k)
+                GeneratedImage(np.full(shape, seed + k, dtype=np.uint8), prompt, seed + k)
                 for k, prompt in enumerate(prompts)
             ],
             parameters={"num_inference_steps": params.num_inference_steps},
+            timings={"text_encoding_stage": 0.25, "denoising_stage": 1.5},
+            load_seconds=0.75,
+            peak_memory_mb=321.5,
             warnings=list(self.warnings),
             model=self.args.model.model_path,
         )

@@ -113,8 +113,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     for name, reason in (
         ("missing.yaml", "No such file or directory"),
         (".", "Is a directory"),
-        ("latin1.yaml", "it is no UTF-8 text"),
+        ("latin1.yaml", "is no UTF-8 text"),
     ):
-        with pytest.raises(UserError, match="cannot read the config file") as raised:
+        with pytest.raises(UserError, match="the config file") as raised:
             ConfigFile(tmp_path / name)
         assert reason in str(raised.value)

@@ -138,13 +138,74 @@ def test_a_disk_that_fills_up_is_told(generator, fails, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    real = generator.generate
+    real = generator.generate_batches
 
     def generate_then_fill(**kwargs):
-        result = real(**kwargs)
-        monkeypatch.setattr(os, "fsync", full)
-        return result
+        for part in real(**kwargs):
+            monkeypatch.setattr(os, "fsync", full)
+            yield part
 
-    monkeypatch.setattr(generator, "generate", generate_then_fill)
+    monkeypatch.setattr(generator, "generate_batches", generate_then_fill)
     assert "No space left on device. Free some space" in fails("generate", "--prompt=x", "--quiet")
     assert list(Path("outputs").iterdir()) == []
+
+
+def test_pictures_are_written_before_they_are_told_and_a_closed_pipe_loses_none(
+    generator, tmp_path
+):
+    import subprocess
+    import sys
+
+    sglang = Path(sys.executable).with_name("sglang")
+    command = (
+        f"{sglang} generate --prompt x --num-outputs-per-prompt 3 --num-inference-steps 1 "
+        f"--output-path {tmp_path / 'piped'} --quiet"
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | true; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode in (0, 141)
+    assert len(list((tmp_path / "piped").glob("*.png"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code"), [(">/dev/full", 2), (">&-", 0), ("2>&-", 0), ("2>/dev/null", 0)]
+)
+def test_streams_that_cannot_be_written_lose_no_picture(tmp_path, redirection, code):
+    import subprocess
+    import sys
+
+    sglang = Path(sys.executable).with_name("sglang")
+    folder = tmp_path / "out"
+    done = subprocess.run(
+        [
+            "bash",
+            "-c",
+            f"{sglang} generate --prompt x --num-inference-steps 1 --output-path {folder} "
+            f"{redirection}",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode == code
+    assert len(list(folder.glob("*.png"))) == 1
+
+
+def test_a_refused_request_leaves_no_folder(generator, fails, tmp_path):
+    fails("generate", "--prompt=x", "--height", "-3", "--output-path", "new/folder")
+    assert not Path("new").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("s3://bucket/x", "is a URL"), (" ", "is blank"), ("~nobody-of-that-name/x", "home")],
+)
+def test_an_output_path_that_is_no_local_path_is_refused(generator, fails, path, message):
+    assert message in fails("generate", "--prompt=x", "--output-path", path)
+    assert generator.opened == 0

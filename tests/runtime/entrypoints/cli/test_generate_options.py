@@ -37,7 +37,6 @@ def test_only_what_was_said_is_handed_on():
     assert found.sampling == {}
     assert found.prompts == ("x",)
     assert found.own == GenerateArgs(prompt="x")
-    assert found.image_count == 1
 
 
 def test_zero_is_a_value():
@@ -103,19 +102,6 @@ def test_a_bad_value_in_a_file_names_the_file():
         with pytest.raises(UserError) as raised:
             options("--config", config(prompt="x", **settings))
         assert str(raised.value).startswith(problem)
-
-
-@pytest.mark.parametrize(
-    ("argv", "count"),
-    [
-        (["--prompt", "x"], 1),
-        (["--prompt", "x", "y"], 2),
-        (["--prompt", "x", "y", "--num-outputs-per-prompt", "3"], 6),
-        (["--model-path", "promptless", "--num-outputs-per-prompt", "2"], 2),
-    ],
-)
-def test_pictures_are_counted_before_they_are_made(argv, count):
-    assert options(*argv).image_count == count
 
 
 def test_a_model_that_needs_no_prompt_takes_none():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from sglang.multimodal_gen.configs.sealed import Sealable
-from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
+from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, InvalidArgument
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
 
@@ -56,6 +57,19 @@ class VAEConfig(ModelConfig):
     block_out_channels: tuple[int, ...] = (128, 256, 512, 512)
     scaling_factor: float = 1.0
     shift_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        facts = {"scaling_factor": self.scaling_factor, "shift_factor": self.shift_factor or 0.0}
+        for name, value in facts.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise CheckpointError(f"the VAE's config.json: {name}={value!r} must be a number")
+            if not math.isfinite(value) or (name == "scaling_factor" and value <= 0):
+                raise CheckpointError(f"the VAE's config.json: {name}={value!r} makes no sense")
+        channels = self.block_out_channels
+        if not isinstance(channels, (list, tuple)) or not channels:
+            raise CheckpointError(
+                f"the VAE's config.json: block_out_channels={channels!r} must list its levels"
+            )
 
     @property
     def spatial_compression_ratio(self) -> int:

@@ -21,6 +21,7 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     InvalidRequest,
     PipelineDefinitionError,
 )
+from sglang.multimodal_gen.runtime.utils.precision import PRECISIONS
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -95,6 +96,12 @@ class PipelineConfig(Sealable):
             isinstance(value, bool) and type(current) is not bool
         ):
             raise InvalidArgument(field_name, value, f"must be of type {type(current).__name__}")
+        if name.endswith(("precision", "precisions")):
+            for precision in value if isinstance(value, tuple) else (value,):
+                if precision not in PRECISIONS:
+                    raise InvalidArgument(field_name, value, f"use {', '.join(PRECISIONS)}")
+        if name == "max_pixels" and int(value) < 1:
+            raise InvalidArgument(field_name, value, "must be at least 1")
         return value
 
     def seal(self) -> Self:

@@ -16,6 +16,7 @@ from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
 MAX_INFERENCE_STEPS = 1000  # the training grid of every scheduler in use has a thousand steps
+MAX_GUIDANCE = 1000.0
 MAX_OUTPUTS = 1000
 MAX_COUNT = 2**20
 MAX_SEED = 2**63 - 1
@@ -75,10 +76,10 @@ class SamplingParams(Sealable):
                       high=MAX_OUTPUTS)  # fmt: skip
         _check_number("num_inference_steps", self.num_inference_steps, int, low=1,
                       high=MAX_INFERENCE_STEPS)  # fmt: skip
-        _check_number("guidance_scale", self.guidance_scale, float, low=0)
+        _check_number("guidance_scale", self.guidance_scale, float, low=0, high=MAX_GUIDANCE)
         for name in ("height", "width", "max_sequence_length"):
             _check_optional(name, getattr(self, name), int, low=1, high=MAX_COUNT)
-        _check_optional("true_cfg_scale", self.true_cfg_scale, float, low=0)
+        _check_optional("true_cfg_scale", self.true_cfg_scale, float, low=0, high=MAX_GUIDANCE)
         if self.task_type is not None:
             try:
                 ModelTaskType.parse(self.task_type)
@@ -187,7 +188,9 @@ def _check_number(name: str, value: Any, kind: type, *, low: float, high: float 
     allowed: Any = Integral if whole else Real  # numpy's numbers too
     if isinstance(value, bool) or not isinstance(value, allowed):
         raise InvalidRequest(name, value, f"must be a {'whole ' if whole else ''}number")
-    if not value >= low:  # NaN is below everything
+    if value != value:
+        raise InvalidRequest(name, value, "must be a number")
+    if value < low:
         raise InvalidRequest(name, value, f"must be at least {low}")
     if value > high or value == math.inf:
         bound = "finite" if high == math.inf else f"at most {high}"

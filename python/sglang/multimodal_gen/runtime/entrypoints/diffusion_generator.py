@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
-from sglang.multimodal_gen.runtime.entrypoints.result_files import Destination
+from sglang.multimodal_gen.runtime.entrypoints.result_files import Destination, local_path
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.managers.worker import Worker
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
@@ -88,7 +88,7 @@ class GenerationResult(Sequence[GeneratedImage]):
         Raises:
             OutputError: the place cannot be written; nothing half-written stays.
         """
-        place = Destination.of_path(Path(path), len(self.images), overwrite=True)
+        place = Destination.of_path(local_path(path), len(self.images), overwrite=True)
         written = place.write(
             self.images, model=self.model, parameters=self.parameters, metadata=metadata
         )
@@ -177,15 +177,45 @@ class DiffGenerator:
             OutOfMemory: the device cannot hold the batch.
             Cancelled: ``cancelled`` was set.
         """
+        return merge_results(
+            list(
+                self.generate_batches(
+                    sampling_params_kwargs,
+                    progress=progress,
+                    cancelled=cancelled,
+                    **sampling_params,
+                )
+            )
+        )
+
+    def generate_batches(
+        self,
+        sampling_params_kwargs: Mapping[str, Any] | None = None,
+        *,
+        progress: ProgressListener | None = None,
+        cancelled: threading.Event | None = None,
+        **sampling_params: Any,
+    ) -> Iterator[GenerationResult]:
+        """The same, a result for each batch as soon as it is there; raises as `generate`.
+
+        All of the request is checked before the first batch runs.
+        """
         worker = self._open()
+        _check_call(sampling_params_kwargs, progress, cancelled)
         values = {**(sampling_params_kwargs or {}), **sampling_params}
         batches = worker.model.admit(worker.model.sampling_params(values))
         counter = _WholeCallProgress(progress, batches, cancelled or threading.Event())
-        try:
-            outputs = [worker.run(counter.watch(i, batch)) for i, batch in enumerate(batches)]
-        except CallbackFailed as error:
-            raise error.cause from None
-        return _merge(outputs, batches[0].request, worker.model.source.name, self.load_seconds)
+        return self._run_batches(worker, batches, counter)
+
+    def _run_batches(
+        self, worker: Worker, batches: Sequence[Req], counter: _WholeCallProgress
+    ) -> Iterator[GenerationResult]:
+        for index, batch in enumerate(batches):
+            try:
+                output = worker.run(counter.watch(index, batch))
+            except CallbackFailed as error:
+                raise error.cause from None
+            yield _result(output, batch.request, worker.model.source.name, self.load_seconds)
 
     @property
     def pipeline(self) -> ComposedPipelineBase:
@@ -241,28 +271,51 @@ class _WholeCallProgress:
         return batch
 
 
-def _merge(
-    outputs: Sequence[OutputBatch], params: SamplingParams, model: str, load_seconds: float
+def merge_results(parts: Sequence[GenerationResult]) -> GenerationResult:
+    """One result of several batches of one request: times add up, memory is the highest."""
+    timings: dict[str, float] = {}
+    for part in parts:
+        for stage, seconds in part.timings.items():
+            timings[stage] = timings.get(stage, 0.0) + seconds
+    return dataclasses.replace(
+        parts[0],
+        images=[image for part in parts for image in part.images],
+        timings=timings,
+        peak_memory_mb=max(part.peak_memory_mb for part in parts),
+        warnings=list(dict.fromkeys(warning for part in parts for warning in part.warnings)),
+    )
+
+
+def _result(
+    output: OutputBatch, params: SamplingParams, model: str, load_seconds: float
 ) -> GenerationResult:
-    images, timings, warnings = [], {}, []
-    for output in outputs:
-        pixels = (output.output * 255).round().byte().permute(0, 2, 3, 1).numpy()
-        images += [
+    pixels = (output.output * 255).round().byte().permute(0, 2, 3, 1).numpy()
+    return GenerationResult(
+        images=[
             GeneratedImage(np.ascontiguousarray(array), prompt, seed)
             for array, prompt, seed in zip(pixels, output.prompt, output.seeds, strict=True)
-        ]
-        for stage, seconds in output.timings.items():
-            timings[stage] = timings.get(stage, 0.0) + seconds
-        warnings += [w for w in output.warnings if w not in warnings]
-    return GenerationResult(
-        images=images,
-        timings=timings,
+        ],
+        timings=output.timings,
         load_seconds=load_seconds,
-        peak_memory_mb=max(output.peak_memory_mb for output in outputs),
-        warnings=warnings,
+        peak_memory_mb=output.peak_memory_mb,
+        warnings=output.warnings,
         model=model,
         parameters=_parameters(params),
     )
+
+
+def _check_call(settings: object, progress: object, cancelled: object) -> None:
+    """Refuse what cannot be the arguments meant, before anything runs."""
+    if isinstance(settings, (str, bytes, list, tuple)):
+        raise UserError(f"generate({settings!r:.40}): say it by name, generate(prompt=...)")
+    if settings is not None and not (
+        isinstance(settings, Mapping) and all(isinstance(name, str) for name in settings)
+    ):
+        raise UserError(f"sampling_params_kwargs={settings!r:.40} must map field names to values")
+    if progress is not None and not callable(progress):
+        raise UserError(f"progress={progress!r:.40} must be a function of one ProgressEvent")
+    if cancelled is not None and not isinstance(cancelled, threading.Event):
+        raise UserError(f"cancelled={cancelled!r:.40} must be a threading.Event")
 
 
 def _parameters(params: SamplingParams) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,16 +78,18 @@ class Destination:
         model: str,
         parameters: Mapping[str, Any],
         metadata: bool,
+        first: int = 0,
     ) -> Iterator[Path]:
         """Write pictures one by one; yields each path when its file is complete.
 
-        With ``metadata`` each holds what made it. Several of one name are numbered ``name-2.png``.
+        With ``metadata`` each holds what made it. Several of one name are numbered ``name-2.png``;
+        ``first`` is how many were written before these.
 
         Raises:
             OutputError: a file could not be written; those before it are complete.
         """
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        for index, image in enumerate(images):
+        for index, image in enumerate(images, start=first):
             path = self.folder / (self.name or f"{stamp}-{image.seed}.png")
             about = ImageMetadata(image.prompt, image.seed, model, parameters) if metadata else None
             data = encode_image(image.array, image_format(path), metadata=about)
@@ -99,4 +103,28 @@ class Destination:
 
 def names_a_file(path: Path) -> bool:
     """Whether a path means one picture: it has an image's suffix and is no folder."""
-    return path.suffix.lower() in (*FORMATS, *OTHER_FORMATS) and not path.is_dir()
+    if path.suffix.lower() not in (*FORMATS, *OTHER_FORMATS):
+        return False
+    try:
+        return not path.is_dir()
+    except OSError:  # a name that no file system takes: told when it is tried
+        return True
+
+
+def local_path(text: str | os.PathLike[str]) -> Path:
+    """A path as a user writes it, ``~`` expanded.
+
+    Raises:
+        OutputError: it is blank, a URL, or no path.
+    """
+    if not isinstance(text, (str, os.PathLike)):
+        raise OutputError(f"output path {text!r} is no path; give text or a pathlib.Path")
+    shown = os.fspath(text)
+    if not shown.strip():
+        raise OutputError(f"output path {shown!r} is blank; '.' is this folder")
+    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+://", shown):
+        raise OutputError(f"output path {shown!r} is a URL; only local paths are written")
+    try:
+        return Path(shown).expanduser()
+    except RuntimeError as error:
+        raise OutputError(f"output path {shown!r}: {error}") from error

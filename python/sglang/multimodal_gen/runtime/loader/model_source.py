@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,11 @@ from sglang.multimodal_gen.runtime.loader.model_index import (
     read_model_index,
 )
 from sglang.multimodal_gen.runtime.loader.safetensors_header import read_header
-from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, ModelNotFound
+from sglang.multimodal_gen.runtime.utils.errors import (
+    CheckpointError,
+    InvalidArgument,
+    ModelNotFound,
+)
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
 Kind = Literal["bundled", "local", "hub"]
@@ -72,6 +77,9 @@ def resolve_model_source(model_path: str, revision: str | None = None) -> ModelS
     except (OSError, RuntimeError, ValueError) as problem:  # too long, no such ~user, NUL byte
         raise ModelNotFound(f"model_path={model_path!r} is no usable path: {problem}") from problem
     bundled = bundled_models()
+    if revision is not None and (model_path in bundled or path.exists()):
+        problem = f"is for hub ids; {model_path!r} is here already. Leave it out"
+        raise InvalidArgument("revision", revision, problem)
     if model_path in bundled and not (path / MODEL_INDEX).is_file():
         return _source(model_path, bundled[model_path], "bundled")
     if path.is_dir():
@@ -97,7 +105,7 @@ def read_sampling_defaults(root: Path) -> dict[str, Any]:
         CheckpointError: the file is there and no JSON object.
     """
     path = root / SAMPLING_DEFAULTS
-    return read_json_object(path) if path.exists() else {}
+    return read_json_object(path) if os.path.lexists(path) else {}
 
 
 def _source(name: str, root: Path, kind: Kind) -> ModelSource:

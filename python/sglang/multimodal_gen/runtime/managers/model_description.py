@@ -18,7 +18,11 @@ from sglang.multimodal_gen.runtime.loader.model_source import (
 from sglang.multimodal_gen.runtime.managers.admission import admit
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, RequestControl
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
-from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, InvalidRequest
+from sglang.multimodal_gen.runtime.utils.errors import (
+    CheckpointError,
+    InvalidArgument,
+    InvalidRequest,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +57,17 @@ class ModelDescription:
         info = REGISTRY.get_model_info(source)
         if isinstance(pipeline_config, PipelineConfig):
             config = pipeline_config
+        elif not isinstance(pipeline_config, Mapping | None):
+            problem = "must be a PipelineConfig or a mapping of its fields"
+            raise InvalidArgument("pipeline_config", pipeline_config, problem)
         else:
             config = info.pipeline_config_cls().with_settings(pipeline_config or {})
         args = dataclasses.replace(server_args, pipeline_config=config)
         args = info.pipeline_cls.bind_checkpoint(source, args)
         defaults = read_sampling_defaults(source.root)
+        if "prompt" in defaults:
+            problem = f"sampling_params.json of {source.name}: prompt is a request's, not a default"
+            raise CheckpointError(problem)
         try:
             info.sampling_param_cls.from_values(defaults)
         except InvalidRequest as error:

@@ -12,9 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang.multimodal_gen.runtime.entrypoints.cli.text_file import read_text_file
 from sglang.multimodal_gen.runtime.server_args.flags import Flag, flag_key
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, UserError
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
+
+_MAX_BYTES = 2**20
 
 
 class ConfigFile:
@@ -84,11 +87,7 @@ class ConfigFile:
 
 
 def _read(path: Path) -> Mapping[Any, Any]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise UserError(f"cannot read the config file {str(path)!r}: {reason}.") from error
+    text = read_text_file(str(path), "the config file", limit=_MAX_BYTES)
     content = _json(path, text) if path.suffix.lower() == ".json" else _yaml(path, text)
     if content is None:
         return {}
@@ -106,7 +105,7 @@ def _json(path: Path, text: str) -> object:
 
     try:
         return json.loads(text, object_pairs_hook=once)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no valid JSON: {error}.") from error
 
 
@@ -126,11 +125,13 @@ def _yaml(path: Path, text: str) -> object:
     Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, once)
     try:
         return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is no valid YAML: {' '.join(str(error).split())}.") from error
 
 
 def _refuse_repeats(path: Path, names: Sequence[Any]) -> None:
-    for name in names:
-        if names.count(name) > 1:
+    seen = set()
+    for name in map(str, names):
+        if name in seen:
             raise UserError(f"{path}: {name!r} is set twice. Keep one of them.")
+        seen.add(name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang.multimodal_gen.runtime.entrypoints.cli.generate_options import (
@@ -18,6 +19,7 @@ from sglang.multimodal_gen.runtime.entrypoints.cli.report import (
     print_times,
     print_warnings,
 )
+from sglang.multimodal_gen.runtime.utils.errors import OutputError
 from sglang.multimodal_gen.runtime.utils.terminal_progress import TerminalProgress
 
 if TYPE_CHECKING:
@@ -39,53 +41,95 @@ def run(argv: Sequence[str]) -> int:
     options = read_options(argv)
     if options is None:
         return 0
-    place = destination(options.own, options.image_count)
     logging.basicConfig(stream=sys.stderr)
     logging.getLogger("sglang").setLevel(options.server.observe.log_level.upper())
-    result = _generate(options)
-    _tell(options, result, place)
+    run = _Run(options)
+    try:
+        run.generate()
+    finally:
+        run.tell()
     return 0
 
 
 def open_generator(
-    args: ServerArgs, request: Mapping[str, Any], progress: ProgressListener | None
+    args: ServerArgs,
+    request: Mapping[str, Any],
+    on_admitted: Callable[[int], None],
+    progress: ProgressListener | None,
 ) -> DiffGenerator:
     """Load the model, unless its checkpoint's configs already tell that it cannot do ``request``.
 
-    torch is imported here, after everything that needs no torch was checked.
+    ``on_admitted`` hears how many pictures there will be before weights load; what it raises saves
+    the loading. torch is imported here, after everything that needs no torch was checked.
     """
     from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import DiffGenerator
 
-    def refuse_early(model: ModelDescription) -> None:
-        model.admit(model.sampling_params(request))
+    def admit(model: ModelDescription) -> None:
+        batches = model.admit(model.sampling_params(request))
+        on_admitted(sum(batch.batch_size for batch in batches))
 
-    return DiffGenerator.from_server_args(args, before_loading=refuse_early, progress=progress)
-
-
-def _generate(options: GenerateOptions) -> GenerationResult:
-    with TerminalProgress() as bars:
-        listener = None if options.own.quiet else bars
-        with open_generator(options.server, options.request, listener) as generator:
-            if not options.own.quiet:
-                print_notes(generator.notes, sys.stderr)
-            return generator.generate(progress=listener, **options.request)
+    return DiffGenerator.from_server_args(args, before_loading=admit, progress=progress)
 
 
-def _tell(options: GenerateOptions, result: GenerationResult, place: Destination) -> None:
-    """Write the pictures and print what was asked for."""
-    paths = []
-    written = place.write(
-        result.images,
-        model=result.model,
-        parameters=result.parameters,
-        metadata=options.own.save_metadata,
-    )
-    for path in written:
-        paths.append(path)
-        if not options.own.json:
-            print(path, flush=True)
-    if options.own.json:
-        print(json_line(result, paths), flush=True)
-    print_warnings(result.warnings, sys.stderr)
-    if not options.own.quiet:
-        print_times(result, sys.stderr)
+class _Run:
+    """One run of the command: pictures are on disk before anything is said about them."""
+
+    def __init__(self, options: GenerateOptions) -> None:
+        self.options = options
+        self.place: Destination | None = None
+        self.paths: list[Path] = []
+        self.parts: list[GenerationResult] = []
+
+    def generate(self) -> None:
+        """Make the pictures, and write each batch as soon as it is there."""
+        options = self.options
+        with TerminalProgress() as bars:
+            listener = None if options.own.quiet else bars
+            with open_generator(
+                options.server, options.request, self._admitted, listener
+            ) as generator:
+                if not options.own.quiet:
+                    print_notes(generator.notes, sys.stderr)
+                for part in generator.generate_batches(progress=listener, **options.request):
+                    self._write(part)
+
+    def tell(self) -> None:
+        """Print what was made: also what was complete when something failed."""
+        if not self.parts:
+            return
+        from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import merge_results
+
+        result = merge_results(self.parts)
+        print_warnings(result.warnings, sys.stderr)
+        if not self.options.own.quiet:
+            print_times(result, sys.stderr)
+        if self.options.own.json:
+            lines = [json_line(result, self.paths)]
+        else:
+            lines = [str(path) for path in self.paths]
+        try:
+            for line in lines:
+                print(line)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(
+                f"the pictures are written, but not their paths: standard output refused them "
+                f"({error.strerror})"
+            ) from error
+
+    def _admitted(self, images: int) -> None:
+        self.place = destination(self.options.own, images)
+
+    def _write(self, part: GenerationResult) -> None:
+        assert self.place is not None, "a model was loaded without admission"
+        written = self.place.write(
+            part.images,
+            model=part.model,
+            parameters=part.parameters,
+            metadata=self.options.own.save_metadata,
+            first=len(self.paths),
+        )
+        self.parts.append(part)
+        self.paths += written

@@ -70,7 +70,6 @@ class GenerateOptions:
     own: GenerateArgs
     prompts: tuple[str, ...]
     sampling: dict[str, Any]
-    image_count: int
 
     @property
     def request(self) -> dict[str, Any]:
@@ -139,13 +138,12 @@ class _CommandLine:
         )
         # Settings that no checkpoint could make valid are refused before one is loaded.
         settings = {**sampling, "prompt": prompts} if prompts else sampling
-        params = self.sampling_cls.from_values(settings)
+        self.sampling_cls.from_values(settings)
         return GenerateOptions(
             server=server,
             own=GenerateArgs(**own),
             prompts=tuple(prompts),
             sampling=sampling,
-            image_count=max(len(prompts), 1) * params.num_outputs_per_prompt,
         )
 
     def _values_of(self, flags: Sequence[Flag]) -> dict[str, Any]:

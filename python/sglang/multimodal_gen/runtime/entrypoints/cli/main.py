@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, UserError
+from sglang.multimodal_gen.runtime.utils.errors import (
+    CheckpointError,
+    NonFiniteOutput,
+    UserError,
+)
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
 COMMANDS = {
@@ -24,14 +30,17 @@ COMMANDS = {
     "models": "list the model families and paths known; explain a pipeline",
     "version": "print the versions of this package and of what it runs on",
 }
+_EXIT_FAILED = 1
 _EXIT_USER = 2
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+_EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 _EXIT_TERMINATED = 143  # 128 + SIGTERM
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (without the program's name); returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _usable_streams()
     try:
         with _termination_unwinds():
             return _dispatch(words)
@@ -41,6 +50,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("sglang: interrupted", file=sys.stderr)
         return _EXIT_INTERRUPTED
+    except NonFiniteOutput as error:
+        print(f"sglang: error: {error}", file=sys.stderr)
+        return _EXIT_FAILED
+    except BrokenPipeError:
+        # Whoever read our output left: nobody is there to tell, and the flush at exit must not try.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _EXIT_BROKEN_PIPE
+
+
+def _usable_streams() -> None:
+    """Let printing never fail for a stream that is closed or cannot show a character."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _dispatch(words: list[str]) -> int:

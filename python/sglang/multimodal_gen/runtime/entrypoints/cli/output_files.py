@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sglang.multimodal_gen.runtime.entrypoints.result_files import (
     OTHER_FORMATS,
     Destination,
+    local_path,
     names_a_file,
 )
 from sglang.multimodal_gen.runtime.utils.atomic_file import MAX_NAME_BYTES, check_output_folder
@@ -27,7 +28,7 @@ def destination(args: GenerateArgs, image_count: int) -> Destination:
         InvalidArgument: the path or name makes no sense for so many pictures.
         OutputError: the folder cannot be written, or the suffix names no known format.
     """
-    path, name = Path(args.output_path), args.output_file_name
+    path, name = local_path(args.output_path), args.output_file_name
     if names_a_file(path):
         if name is not None:
             problem = "names a file, and --output-file-name another. Give one of them."

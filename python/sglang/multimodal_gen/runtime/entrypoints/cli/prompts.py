@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from sglang.multimodal_gen.configs.sample.sampling_params import is_blank
+from sglang.multimodal_gen.runtime.entrypoints.cli.text_file import read_text_file
 from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest, UserError
 
 _SOURCES = ("prompt", "prompt_file")
+_MAX_BYTES = 16 * 2**20
 
 
 def read_prompts(
@@ -48,29 +50,23 @@ def read_prompts(
 
 def _from(source: str, value: Any) -> list[str]:
     if source == "prompt_file":
-        return read_prompt_file(Path(value))
+        return read_prompt_file(value)
     return [value] if isinstance(value, str) else list(value)
 
 
-def read_prompt_file(path: Path) -> list[str]:
+def read_prompt_file(path: str | Path) -> list[str]:
     """One prompt a line; blank lines and lines that begin with ``#`` are skipped.
 
     Raises:
         UserError: the file cannot be read, is no UTF-8 text, or holds no prompt.
     """
-    shown = f"the prompt file {str(path)!r}"
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{shown} is no UTF-8 text (byte {error.start}). Save it as UTF-8."
-        ) from error
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(f"cannot read {shown}: {reason}. Check the path.") from error
+    text = read_text_file(path, "the prompt file", limit=_MAX_BYTES)
     # Not `splitlines`, which also cuts at characters that a prompt may hold (U+2028, form feed).
     lines = [line.strip() for line in text.split("\n")]
     prompts = [line for line in lines if not is_blank(line) and not line.startswith("#")]
     if not prompts:
-        raise UserError(f"{shown} holds no prompt. Write one a line; '#' begins a comment.")
+        raise UserError(
+            f"the prompt file {str(path)!r} holds no prompt. Write one a line; '#' begins a "
+            "comment."
+        )
     return prompts

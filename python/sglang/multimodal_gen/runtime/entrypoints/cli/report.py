@@ -21,7 +21,7 @@ def json_line(result: GenerationResult, paths: Sequence[Path]) -> str:
             "width": image.array.shape[1],
             "height": image.array.shape[0],
         }
-        for image, path in zip(result.images, paths, strict=True)
+        for image, path in zip(result.images, paths, strict=False)  # a disk may fill up midway
     ]
     summary = {
         "images": images,

@@ -28,6 +28,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CONSTRUCTION_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a constructor raises on a config that makes no sense; libraries check little themselves."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentSpec:
@@ -172,16 +184,10 @@ class NeuralComponentLoader(ComponentLoader):
     def _built(self, cls: type, spec: ComponentSpec) -> nn.Module:
         try:
             return self.build(cls, spec)
-        except (
-            TypeError,
-            ValueError,
-            KeyError,
-            NotImplementedError,
-            StrictDataclassError,
-        ) as error:
+        except (*CONSTRUCTION_ERRORS, StrictDataclassError) as error:
             raise CheckpointError(
                 f"component {spec.name!r}: {spec.path / 'config.json'} does not fit "
-                f"{cls.__name__}: {error}"
+                f"{cls.__name__}: {type(error).__name__}: {error}"
             ) from error
 
 

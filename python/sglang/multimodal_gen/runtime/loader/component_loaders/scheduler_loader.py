@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
+    CONSTRUCTION_ERRORS,
     ComponentLoader,
     ComponentSpec,
 )
@@ -43,7 +44,8 @@ class SchedulerLoader(ComponentLoader):
             raise CheckpointError(f"component {spec.name!r}: {name} is no scheduler")
         try:
             return cls.from_config(config), None
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except CONSTRUCTION_ERRORS as error:
             raise CheckpointError(
-                f"component {spec.name!r}: {path} does not fit {name}: {error}"
+                f"component {spec.name!r}: {path} does not fit {name}: "
+                f"{type(error).__name__}: {error}"
             ) from error

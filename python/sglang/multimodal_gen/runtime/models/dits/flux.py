@@ -36,6 +36,7 @@ from sglang.multimodal_gen.runtime.layers.rotary_embedding import (
 
 ROPE_THETA = 10_000.0
 QK_NORM_EPS = 1e-6
+POSITION_AXES = 3
 
 
 class FluxTimeTextEmbed(nn.Module):
@@ -178,11 +179,17 @@ class FluxTransformer2DModel(nn.Module):
         axes_dims_rope: Sequence[int] = (16, 56, 56),
     ) -> None:
         super().__init__()
-        if sum(axes_dims_rope) != attention_head_dim:
+        if (
+            len(axes_dims_rope) != POSITION_AXES
+            or sum(axes_dims_rope) != attention_head_dim
+            or any(dim <= 0 or dim % 2 for dim in axes_dims_rope)
+        ):
             raise ValueError(
-                f"axes_dims_rope={tuple(axes_dims_rope)} must add up to attention_head_dim="
-                f"{attention_head_dim}; check the transformer's config.json"
+                f"axes_dims_rope={tuple(axes_dims_rope)} must be {POSITION_AXES} even numbers that "
+                f"add up to attention_head_dim={attention_head_dim}"
             )
+        if min(num_layers, num_single_layers) < 0:
+            raise ValueError(f"num_layers={num_layers}, num_single_layers={num_single_layers}")
         dim = num_attention_heads * attention_head_dim
         out_channels = in_channels if out_channels is None else out_channels
         self.axes_dims_rope = tuple(axes_dims_rope)

@@ -10,7 +10,7 @@ from torch import Tensor
 from sglang.multimodal_gen.runtime.pipelines_core.role import RoleType
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
-from sglang.multimodal_gen.runtime.utils.errors import NonFiniteOutput
+from sglang.multimodal_gen.runtime.pipelines_core.stages.finite import require_finite
 
 if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.server_args import ServerArgs
@@ -37,6 +37,7 @@ class DecodingStage(PipelineStage):
         scale, shift = config.get_decode_scale_and_shift(
             parameter.device, parameter.dtype, self.vae
         )
+        require_finite(batch.latents, "the denoiser's result")
         pictures = []
         for index, latents in enumerate(batch.latents.split(1)):
             batch.control.report("decode", index, batch.batch_size, "decoding")
@@ -53,9 +54,5 @@ class DecodingStage(PipelineStage):
 
 
 def _to_unit_range(picture: Tensor) -> Tensor:
-    if not torch.isfinite(picture).all():
-        raise NonFiniteOutput(
-            "the decoded picture holds NaN or infinity: a component overflowed in its precision; "
-            "try --precision fp32, or --component-precisions.vae fp32"
-        )
+    require_finite(picture, "the VAE's picture")
     return (picture / 2 + 0.5).clamp(0, 1).float().cpu()

@@ -11,6 +11,7 @@ from torch import Tensor
 from sglang.multimodal_gen.configs.models.base import EncoderConfig
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
+from sglang.multimodal_gen.runtime.pipelines_core.stages.finite import require_finite
 from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class TextEncodingStage(PipelineStage):
                 _warn_if_cut(batch, prompt, tokenizer, config, label)
             encoded = [self.encode_one(batch, p, encoder, tokenizer, config) for p in distinct]
             values = torch.cat([value for value, _ in encoded])
+            require_finite(values, f"{type(encoder).__name__}'s embedding of the {label}")
             pooled = config.output == "pooler_output"
             (result.pooled if pooled else result.embeds).append(values[rows.to(values.device)])
             if config.use_attention_mask:

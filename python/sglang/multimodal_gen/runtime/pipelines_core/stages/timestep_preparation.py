@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
-from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
+from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, PipelineDefinitionError
 
 if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.server_args import ServerArgs
@@ -37,6 +38,12 @@ class TimestepPreparationStage(PipelineStage):
             kwargs["sigmas"] = sigmas
         else:
             kwargs["num_inference_steps"] = batch.num_inference_steps
+        unknown = set(kwargs) - set(inspect.signature(scheduler.set_timesteps).parameters)
+        if unknown:
+            raise CheckpointError(
+                f"{type(scheduler).__name__} takes no {', '.join(sorted(unknown))}, which this "
+                "family needs; the checkpoint's scheduler is not the family's"
+            )
         scheduler.set_timesteps(device=batch.latents.device, **kwargs)
         if len(scheduler.timesteps) == 0:
             raise PipelineDefinitionError(

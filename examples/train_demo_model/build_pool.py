@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from diffusers import AutoencoderKL
+from torch import Tensor
 
 from examples.train_demo_model.clock import Log
 from examples.train_demo_model.models import move
 from examples.train_demo_model.pool import Pool, RowMaker
 from examples.train_demo_model.render import render
+from examples.train_demo_model.text import whole_pixels
 from examples.train_demo_model.vae import encode
 
 ENCODE_BATCH = 1024
@@ -24,7 +27,8 @@ def build_pool(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     move(vae, device, dtype)
     vae.eval()
-    latents, t5, clip = [], [], []
+    latents: list[Tensor] = []
+    others: list[tuple[np.ndarray, ...]] = []
     next_report = 0.0
     for index in range(len(rows)):
         if time.monotonic() >= deadline:
@@ -34,12 +38,18 @@ def build_pool(
             image = render(chunk.layout.take(slice(start, start + ENCODE_BATCH)), device)
             image = image.to(dtype, memory_format=torch.channels_last)
             latents.append(encode(vae, image).to(torch.bfloat16))
-        t5.append(torch.from_numpy(chunk.t5).to(device))
-        clip.append(torch.from_numpy(chunk.clip).to(device))
+        layout = chunk.layout
+        centre = whole_pixels(layout.centre)
+        facts = (layout.kind, layout.colour, chunk.size, centre, layout.background)
+        others.append((chunk.t5, chunk.clip, chunk.noun, *facts))
         if log.seconds() >= next_report:
             next_report = log.seconds() + 5
             log("pool", chunk=index + 1, of=len(rows))
-    pool = Pool(torch.cat(latents), torch.cat(t5), torch.cat(clip))
+    fields = zip(*others, strict=True)
+    pool = Pool(
+        torch.cat(latents),
+        *(torch.from_numpy(np.concatenate(field)).to(device) for field in fields),
+    )
     spread = pool.latents[:4096].float()
     log(
         "pool",

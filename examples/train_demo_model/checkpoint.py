@@ -117,6 +117,11 @@ def read_weights(folder: Path, model: DemoModel, vae: AutoencoderKL) -> None:
         loaded = cls.from_pretrained(folder / name, dtype=torch.float32)
         target.load_state_dict(loaded.state_dict())
     model.transformer.load_state_dict(load_file(folder / "transformer" / DIFFUSERS_WEIGHTS))
+    read_vae(folder, vae)
+
+
+def read_vae(folder: Path, vae: AutoencoderKL) -> None:
+    """The autoencoder of a model folder, with its shift and scale."""
     vae.load_state_dict(load_file(folder / "vae" / DIFFUSERS_WEIGHTS))
     config = json.loads((folder / "vae" / "config.json").read_text())
     vae.register_to_config(

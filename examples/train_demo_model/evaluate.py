@@ -46,6 +46,7 @@ def report(result: Score, seconds: float) -> str:
     lines = [
         f"right: {result.right}/{total} ({100 * result.right / total:.1f}%) in {seconds:.0f} s"
     ]
+    lines += [f"  {form:14} {share}" for form, share in result.by_form().items()]
     for sort, count in sorted(result.table().items(), key=lambda item: -item[1]):
         lines.append(f"  {sort:12} {count}")
     for prompt, faults in zip(result.prompts, result.faults, strict=True):
@@ -83,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         contact_sheet(result).save(args.sheet)
     if args.json is not None:
         figures = {"right": result.right, "of": args.prompts, "faults": result.table()}
+        figures["forms"] = result.by_form()
         args.json.write_text(json.dumps(figures) + "\n")
     return 0 if result.right >= args.at_least * args.prompts else 1
 

@@ -17,8 +17,13 @@ import numpy as np
 
 from examples.train_demo_model.layout import Layout, place
 from examples.train_demo_model.phrases import say
-from examples.train_demo_model.scenes import draw_scenes
-from examples.train_demo_model.vocabulary import encode_clip, encode_t5, load_tokenizers
+from examples.train_demo_model.scenes import SIZES, Scene, draw_scenes
+from examples.train_demo_model.vocabulary import (
+    encode_clip,
+    encode_t5,
+    find_nouns,
+    load_tokenizers,
+)
 
 if TYPE_CHECKING:
     # Workers import this module, and start without torch.
@@ -38,6 +43,10 @@ class Rows(NamedTuple):
     """int16 [B, P, 40], for P prompts of each scene."""
     clip: np.ndarray
     """int16 [B, P, 40]."""
+    noun: np.ndarray
+    """int8 [B, P, 3], where the nouns stand among the T5 tokens."""
+    size: np.ndarray
+    """int8 [B, 3]: small, large, open."""
 
 
 class Pool(NamedTuple):
@@ -49,6 +58,13 @@ class Pool(NamedTuple):
     """int16 [B, P, 40]."""
     clip: Tensor
     """int16 [B, P, 40]."""
+    noun: Tensor
+    """int8 [B, P, 3]; this and the rest as in :class:`~.text.Facts`."""
+    kind: Tensor
+    colour: Tensor
+    size: Tensor
+    centre: Tensor
+    background: Tensor
 
 
 def make_rows(seed: int, count: int, tokenizers: Path) -> Rows:
@@ -59,11 +75,24 @@ def make_rows(seed: int, count: int, tokenizers: Path) -> Rows:
     clip, t5 = load_tokenizers(tokenizers)
     clip_ids = encode_clip(clip, prompts)[:, :CLIP_KEPT]
     assert (clip_ids[:, -1] == clip.eos_token_id).all(), "a prompt is longer than CLIP_KEPT"
+    t5_ids = encode_t5(t5, prompts)
     return Rows(
         place(scenes, np.random.default_rng(seed)),
-        encode_t5(t5, prompts).reshape(count, PROMPTS_PER_SCENE, -1),
+        t5_ids.reshape(count, PROMPTS_PER_SCENE, -1),
         clip_ids.reshape(count, PROMPTS_PER_SCENE, -1),
+        find_nouns(t5_ids, t5).reshape(count, PROMPTS_PER_SCENE, -1),
+        size_classes(scenes),
     )
+
+
+def size_classes(scenes: list[Scene]) -> np.ndarray:
+    """int8 [B, 3]: small, large, open."""
+    sizes = np.full((len(scenes), 3), len(SIZES), np.int8)
+    for row, scene in enumerate(scenes):
+        for i, shape in enumerate(scene.shapes):
+            if shape.size:
+                sizes[row, i] = SIZES.index(shape.size)
+    return sizes
 
 
 class RowMaker:

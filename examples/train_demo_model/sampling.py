@@ -17,9 +17,9 @@ from transformers import CLIPTokenizer, T5Tokenizer
 from examples.train_demo_model.grade import Fault, grade
 from examples.train_demo_model.layout import CANVAS
 from examples.train_demo_model.models import TOKEN_CHANNELS, TOKENS, DemoModel, decode
-from examples.train_demo_model.phrases import say
+from examples.train_demo_model.phrases import parse, say
 from examples.train_demo_model.render import to_uint8
-from examples.train_demo_model.scenes import Scene, distinct_scenes
+from examples.train_demo_model.scenes import FORMS, Scene, distinct_scenes, form_of
 from examples.train_demo_model.vocabulary import encode_clip, encode_t5
 
 BATCH = 256
@@ -51,6 +51,13 @@ class Score:
     def table(self) -> dict[str, int]:
         """How many pictures have each sort of fault."""
         return dict(Counter(sort for faults in self.faults for sort in {f.sort for f in faults}))
+
+    def by_form(self) -> dict[str, str]:
+        """Right and number of the pictures of each form of scene, such as ``"30/32"``."""
+        forms = [form_of(parse(prompt)) for prompt in self.prompts]
+        total = Counter(forms)
+        right = Counter(f for f, faults in zip(forms, self.faults, strict=True) if not faults)
+        return {name: f"{right[name]}/{total[name]}" for name, _ in FORMS if total[name]}
 
 
 def test_prompts(seed: int, count: int) -> tuple[list[Scene], list[str]]:

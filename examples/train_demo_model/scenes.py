@@ -101,6 +101,14 @@ FORMS = (
 """Forms of a scene and how often each is drawn."""
 
 
+def form_of(scene: Scene) -> str:
+    """The form in :data:`FORMS` that a scene has."""
+    count = ("one", "two", "three")[len(scene.shapes) - 1]
+    if scene.relations:
+        return f"{count} related"
+    return f"{count} placed" if scene.shapes[0].position else count
+
+
 def draw_scene(rng: random.Random) -> Scene:
     """A random scene, held out or not."""
     names, weights = zip(*FORMS, strict=True)

@@ -1,4 +1,4 @@
-"""The trainer: tokenizers, autoencoder, pool, DiT; in pieces that resume one another.
+"""The trainer: tokenizers, autoencoder, pool, text, DiT; in pieces that resume one another.
 
 One command (see README.md): ``python -m examples.train_demo_model --out DIR --state-dir DIR``.
 """
@@ -25,17 +25,27 @@ from examples.train_demo_model.build_pool import build_pool, load_pool, save_poo
 from examples.train_demo_model.checkpoint import (
     LIMIT_BYTES,
     pack_folder,
+    read_vae,
     read_weights,
     unpack_archive,
     write_checkpoint,
     write_tokenizers,
 )
 from examples.train_demo_model.clock import Clock, Log
-from examples.train_demo_model.dit import DitTrainer, train_dit
+from examples.train_demo_model.dit import (
+    DIT_SCHEDULE,
+    READ_EVERY,
+    SCORE_EVERY,
+    TEXT_SCHEDULE,
+    Trainer,
+    train_stage,
+)
+from examples.train_demo_model.engine import CPU_MODES, GPU_MODES, Mode, Schedule
+from examples.train_demo_model.lessons import check_text
 from examples.train_demo_model.models import FULL, TOY, DemoModel, build_vae, count_parameters, move
 from examples.train_demo_model.pool import CLIP_KEPT, Pool, RowMaker
 from examples.train_demo_model.sampling import Score, Settings, contact_sheet, score
-from examples.train_demo_model.vae import check_vae, normalise, train_vae
+from examples.train_demo_model.vae import POLISH, SCHEDULE, check_vae, normalise, vae_engine
 from examples.train_demo_model.vocabulary import (
     build_clip_tokenizer,
     build_t5_tokenizer,
@@ -45,7 +55,7 @@ from examples.train_demo_model.vocabulary import (
 )
 
 VALIDATION_SEED, TEST_SEED = 1, 0
-GUIDANCES, SHIFTS = (3.0, 2.0, 4.5), (2.0, 1.0, 3.0, 4.0)
+GUIDANCES, SHIFTS = (3.0, 2.0, 4.5), (3.0, 2.0, 4.5)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,9 +66,12 @@ class Plan:
     vae_steps: int | None = None
     vae_batch: int = 128
     pool_scenes: int = 655_360
-    dit_seconds: float = 640.0
+    text_seconds: float = 50.0
+    text_steps: int | None = None
+    dit_seconds: float = 800.0
     dit_steps: int | None = None
-    dit_batch: int = 1024
+    dit_batch: int = 512
+    """Doubled where no CUDA graph can be had, since each step costs more then."""
     validation: int = 192
     test: int = 200
     check: int = 256
@@ -72,6 +85,7 @@ TOY_PLAN = Plan(
     vae_steps=12,
     vae_batch=8,
     pool_scenes=128,
+    text_steps=10,
     dit_steps=12,
     dit_batch=8,
     validation=4,
@@ -92,9 +106,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget-seconds", type=float, default=1e9, help="this piece's wall time")
     parser.add_argument("--finish", action="store_true", help="plan the DiT to end with this piece")
     parser.add_argument("--toy", action="store_true", help="tiny networks and few steps, on a CPU")
+    parser.add_argument(
+        "--vae-from",
+        type=Path,
+        help="model folder whose autoencoder to take; with --vae-seconds, to train on from",
+    )
     parser.add_argument("--vae-seconds", type=float)
+    parser.add_argument("--text-seconds", type=float)
     parser.add_argument("--dit-seconds", type=float)
     parser.add_argument("--vae-steps", type=int)
+    parser.add_argument("--text-steps", type=int)
     parser.add_argument("--dit-steps", type=int)
     parser.add_argument("--vae-batch", type=int)
     parser.add_argument("--dit-batch", type=int)
@@ -103,7 +124,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--workers", type=int, help="processes that write scenes (default: cores - 2)"
     )
-    parser.add_argument("--no-compile", action="store_true", help="eager training")
+    parser.add_argument("--no-compile", action="store_true", help="do not try to compile")
+    parser.add_argument("--no-graphs", action="store_true", help="do not try CUDA graphs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--resume-from", type=Path, help="an --out folder, if --state-dir is lost")
     parser.add_argument("--unpack", type=Path, help="only unpack this checkpoint.tar ...")
@@ -160,7 +182,7 @@ class Piece:
             rows.close()
         if pool is None:
             return False
-        self._dit(model, vae, pool)
+        self._learn(model, vae, pool)
         return self.finished
 
     def _workers(self) -> int:
@@ -196,15 +218,32 @@ class Piece:
             vae.load_state_dict(saved["vae"])
             vae.register_to_config(**saved["config"])
             return True
-        clock = Clock(self.plan.vae_seconds, self.plan.vae_steps, self.deadline)
-        state_file = self.state / "vae.pt"
-        if not train_vae(vae, clock, state_file, self.plan.vae_batch, self.log, self.device):
+        taken = self.args.vae_from is not None
+        if taken:
+            read_vae(self.args.vae_from, vae)
+            move(vae, self.device)
+        as_it_is = taken and self.args.vae_seconds is None and self.args.vae_steps is None
+        if not as_it_is and not self._train_vae(vae, POLISH if taken else SCHEDULE):
             return False
         normalise(vae, self.device, self.plan.measured)
         config = {k: vae.config[k] for k in ("scaling_factor", "shift_factor")}
         torch.save({"vae": vae.state_dict(), "config": config}, done)
         check_vae(self._stored(vae), self.log, self.device, self.plan.check)
         return True
+
+    def _train_vae(self, vae: AutoencoderKL, schedule: Schedule) -> bool:
+        state_file = self.state / "vae.pt"
+        # Other scenes in each piece.
+        seed = time.time_ns() % 2**31 if state_file.exists() else 0
+        return train_stage(
+            vae_engine(vae, self.plan.vae_batch, seed, self.device),
+            Clock(self.plan.vae_seconds, self.plan.vae_steps, self.deadline),
+            schedule,
+            state_file,
+            self.log,
+            stage="vae",
+            modes=[mode for mode in self._modes() if not mode.compiled],
+        )
 
     def _pool(self, vae: AutoencoderKL, rows: RowMaker) -> Pool | None:
         """Stage 3; None if this piece ended before the pool was complete."""
@@ -220,29 +259,40 @@ class Piece:
             threading.Thread(target=save_pool, args=(copied, file)).start()
         return pool
 
-    def _dit(self, model: DemoModel, vae: AutoencoderKL, pool: Pool) -> None:
-        """Stage 4, and the end of the piece: scores and writes the checkpoint."""
+    def _modes(self) -> list[Mode]:
+        """The ways to run a step that may be tried, the fastest first."""
+        return [
+            mode
+            for mode in (GPU_MODES if self.device.type == "cuda" else CPU_MODES)
+            if not (mode.compiled and self.args.no_compile)
+            and not (mode.graph and self.args.no_graphs)
+        ]
+
+    def _learn(self, model: DemoModel, vae: AutoencoderKL, pool: Pool) -> None:
+        """Stages 4 and 5, and the end of the piece: scores and writes the checkpoint."""
         tokenizers = load_tokenizers(self.tokenizer_folder)
         vae = self._stored(vae)
-        trainer = DitTrainer(model, pool, self._empty(tokenizers), self.plan.dit_batch, self.device)
+        trainer = Trainer(model, pool, self._empty(tokenizers), self.plan.dit_batch, self.device)
+        if not self._text(trainer):
+            return
         clock = Clock(self.plan.dit_seconds, self.plan.dit_steps, self.deadline)
         if self.restored is not None:
             clock.steps, clock.seconds = int(self.restored["steps"]), self.restored["seconds"]
-        elif (self.state / "dit.pt").exists():
-            trainer.load(self.state / "dit.pt", clock)
 
         def quick_score() -> None:
             self._score(trainer, vae, VALIDATION_SEED, self.plan.validation // 2, "look")
+            self._check_text(trainer)
 
-        compiled = self.device.type == "cuda" and not self.args.no_compile
-        self.finished = train_dit(
-            trainer,
+        self.finished = train_stage(
+            trainer.dit_engine(),
             clock,
+            DIT_SCHEDULE,
             self.state / "dit.pt",
             self.log,
-            compile_blocks=compiled,
+            stage="dit",
+            modes=self._modes(),
             finish=self.args.finish,
-            quick_score=quick_score,
+            looks=[(SCORE_EVERY, quick_score)],
         )
         # Write first, choose settings afterwards: nothing is lost if time runs out.
         self._write(trainer, vae, clock, None)
@@ -251,6 +301,41 @@ class Piece:
         self._write(
             trainer, vae, clock, self._score(trainer, vae, TEST_SEED, self.plan.test, "test")
         )
+
+    def _text(self, trainer: Trainer) -> bool:
+        """Stage 4; True when it is complete. The DiT's state, if there is one, holds its result."""
+        if (self.state / "dit.pt").exists():
+            return True
+        done = self.state / "text_done.pt"
+        if self.restored is None and not done.exists():
+            clock = Clock(self.plan.text_seconds, self.plan.text_steps, self.deadline)
+            if not train_stage(
+                trainer.text_engine(),
+                clock,
+                TEXT_SCHEDULE,
+                self.state / "text.pt",
+                self.log,
+                stage="text",
+                modes=self._modes(),
+                looks=[(READ_EVERY, lambda: self._check_text(trainer))],
+            ):
+                return False
+            torch.save(trainer.average.state_dict(), done)
+        if self.restored is not None:
+            heads = torch.load(self.args.resume_from / "heads.pt", weights_only=True)
+            trainer.pupil.heads.load_state_dict(heads)
+            trainer.average.heads.load_state_dict(heads)
+        elif done.exists():
+            weights = torch.load(done, map_location=self.device, weights_only=True)
+            for network in (trainer.pupil, trainer.average):
+                network.load_state_dict(weights)
+        self._check_text(trainer)
+        return True
+
+    def _check_text(self, trainer: Trainer) -> None:
+        tokenizers = load_tokenizers(self.tokenizer_folder)
+        found = check_text(trainer.average, tokenizers, VALIDATION_SEED, 4 * self.plan.validation)
+        self.log("text check", **found)
 
     def _empty(self, tokenizers: tuple[CLIPTokenizer, T5Tokenizer]) -> tuple[Tensor, Tensor]:
         clip, t5 = tokenizers
@@ -267,18 +352,19 @@ class Piece:
         return copied
 
     def _score(
-        self, trainer: DitTrainer, vae: AutoencoderKL, seed: int, count: int, stage: str
+        self, trainer: Trainer, vae: AutoencoderKL, seed: int, count: int, stage: str
     ) -> Score:
-        average = copy.deepcopy(trainer.average).to(torch.bfloat16)
+        average = copy.deepcopy(trainer.average.model).to(torch.bfloat16)
         if self.device.type == "cpu":
             average = average.float()
         tokenizers = load_tokenizers(self.tokenizer_folder)
         result = score(average, vae, tokenizers, self.settings, seed=seed, count=count)
         chosen = {"guidance": self.settings.guidance, "shift": self.settings.shift}
-        self.log(stage, right=result.right, of=count, **chosen, **result.table())
+        self.log(stage, right=result.right, of=count, **chosen, **result.by_form())
+        self.log(f"{stage} faults", **result.table())
         return result
 
-    def _choose_settings(self, trainer: DitTrainer, vae: AutoencoderKL) -> None:
+    def _choose_settings(self, trainer: Trainer, vae: AutoencoderKL) -> None:
         """The guidance and shift with most right pictures on validation prompts."""
         best, best_right = self.settings, -1
         limit = self.deadline + 0.5 * self.plan.reserve_seconds
@@ -292,19 +378,22 @@ class Piece:
         self.settings = best
 
     def _write(
-        self, trainer: DitTrainer, vae: AutoencoderKL, clock: Clock, result: Score | None
+        self, trainer: Trainer, vae: AutoencoderKL, clock: Clock, result: Score | None
     ) -> None:
         """``checkpoint.tar``, ``progress.json``, the contact sheet."""
         folder = self.state / "checkpoint"
-        size = write_checkpoint(folder, trainer.average, vae, self.tokenizer_folder, self.settings)
+        size = write_checkpoint(
+            folder, trainer.average.model, vae, self.tokenizer_folder, self.settings
+        )
         pack_folder(folder, self.out / "checkpoint.tar")
+        torch.save(trainer.average.heads.state_dict(), self.out / "heads.pt")
         progress: dict[str, object] = {"clock": clock.state(), "bytes": size}
         progress["finished"] = self.finished
         progress["sampling"] = asdict(self.settings)
         if result is not None:
             contact_sheet(result).save(self.out / "samples.png")
             progress |= {"right": result.right, "of": len(result.prompts)}
-            progress["faults"] = result.table()
+            progress |= {"faults": result.table(), "forms": result.by_form()}
         (self.out / "progress.json").write_text(json.dumps(progress, indent=1) + "\n")
         self.log("written", bytes=size, within_limit=int(size <= LIMIT_BYTES))
 

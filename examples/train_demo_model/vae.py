@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,14 +12,25 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from examples.train_demo_model.clock import Clock, Log, learning_rate
+from examples.train_demo_model.clock import Log
+from examples.train_demo_model.engine import Batch, Engine, Schedule
 from examples.train_demo_model.grade import grade
 from examples.train_demo_model.layout import Layout, place
-from examples.train_demo_model.models import decode, decoded, move, pack, posterior
+from examples.train_demo_model.models import (
+    LATENT_CHANNELS,
+    LATENT_SIDE,
+    decode,
+    decoded,
+    move,
+    pack,
+    posterior,
+)
 from examples.train_demo_model.render import draw, palette_on, render, to_device, to_uint8
 from examples.train_demo_model.scenes import distinct_scenes, draw_scenes
 
-PEAK_RATE = 2e-3
+SCHEDULE = Schedule(peak=2e-3, warmup=200, decay_from=0.3)
+POLISH = Schedule(peak=6e-4, warmup=200, decay_from=0.1)
+"""For a trained autoencoder (``--vae-from``) that is trained on."""
 EDGE_WEIGHT = 1.0
 """Of the error in neighbour differences: flat scenes are all edges, and blur costs most there."""
 KL_WEIGHT = 2e-3
@@ -27,72 +38,43 @@ KL_WEIGHT = 2e-3
 in them makes the decoder forgive the DiT's small errors."""
 
 
-def autocast(device: torch.device) -> AbstractContextManager[object]:
-    """bf16 where there is a GPU; float32 on the CPU."""
-    if device.type == "cuda":
-        return torch.autocast("cuda", dtype=torch.bfloat16)
-    return nullcontext()
-
-
-def vae_loss(vae: AutoencoderKL, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and its parts for pictures [B, 3, H, W] in -1..1."""
-    latents = posterior(vae, image)
-    result = decoded(vae, latents.sample()).float()
-    error = result - image
-    parts = {
-        "l1": error.abs().mean(),
-        "l2": error.square().mean(),
-        "edge": (error.diff(dim=2).abs().mean() + error.diff(dim=3).abs().mean()),
-    }
-    mean, variance = latents.mean.float(), latents.var.float()
-    parts["kl"] = 0.5 * (mean.square() + variance - 1 - latents.logvar.float()).mean()
-    loss = parts["l1"] + parts["l2"] + EDGE_WEIGHT * parts["edge"] + KL_WEIGHT * parts["kl"]
-    return loss, parts
-
-
-def train_vae(
-    vae: AutoencoderKL, clock: Clock, state_file: Path, batch: int, log: Log, device: torch.device
-) -> bool:
-    """Trains until the clock says so; True when the stage is complete."""
-    move(vae, device)
-    vae.train()
-    optimizer = torch.optim.AdamW(
-        vae.parameters(), lr=PEAK_RATE, weight_decay=0.01, betas=(0.9, 0.98), fused=True
-    )
-    if state_file.exists():
-        saved = torch.load(state_file, map_location=device, weights_only=True)
-        vae.load_state_dict(saved["vae"])
-        optimizer.load_state_dict(saved["optimizer"])
-        clock.steps, clock.seconds = saved["clock"]["steps"], saved["clock"]["seconds"]
-
+def vae_draw(batch: int, seed: int, device: torch.device) -> Callable[[int], Batch]:
+    """Draws layouts, and the lots of the posterior's sample."""
     # On the device as a whole: a copy in each step would make the host wait for the device.
-    fields = to_device(_training_layouts(256 * batch, seed=clock.steps), device)
+    fields = to_device(_training_layouts(256 * batch, seed), device)
+    shape = (LATENT_CHANNELS, LATENT_SIDE, LATENT_SIDE)
+
+    def draw_batch(batches: int) -> Batch:
+        count = batch * batches
+        chosen = torch.randint(len(fields[0]), (count,), device=device)
+        return (*(field[chosen] for field in fields), torch.randn(count, *shape, device=device))
+
+    return draw_batch
+
+
+def vae_step(vae: Any, batch: Batch, palette: Tensor) -> Tensor:
+    """The stage's loss, on pictures rendered from the batch's layouts."""
+    *fields, lots = batch
+    image = draw(fields, palette)
+    latents = posterior(vae, image.to(vae.dtype, memory_format=torch.channels_last))
+    mean, spread = latents.mean.float(), latents.std.float()
+    result = decoded(vae, (mean + spread * lots).to(vae.dtype)).float()
+    error = result - image
+    edges = error.diff(dim=2).abs().mean() + error.diff(dim=3).abs().mean()
+    kl = 0.5 * (mean.square() + spread.square() - 1 - latents.logvar.float()).mean()
+    return error.abs().mean() + error.square().mean() + EDGE_WEIGHT * edges + KL_WEIGHT * kl
+
+
+def vae_engine(vae: AutoencoderKL, batch: int, seed: int, device: torch.device) -> Engine:
+    """Trains the autoencoder in place, without an average."""
+    move(vae, device)
     palette = palette_on(device)
-    next_report = 0.0
-    while not (clock.done or clock.out_of_time):
-        chosen = torch.randint(len(fields[0]), (batch,), device=device)
-        image = draw([field[chosen] for field in fields], palette)
-        image = image.to(memory_format=torch.channels_last)
-        rate = learning_rate(PEAK_RATE, clock.fraction, clock.steps, warmup=200, decay_from=0.4)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        with autocast(device):
-            loss, parts = vae_loss(vae, image)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        clock.tick()
-        if log.seconds() >= next_report:
-            next_report = log.seconds() + 5
-            shown = {name: value.item() for name, value in parts.items()}
-            log("vae", step=clock.steps, **shown, done=clock.fraction, eta=clock.eta(), lr=rate)
-    state_file.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(
-        {"vae": vae.state_dict(), "optimizer": optimizer.state_dict(), "clock": clock.state()},
-        state_file,
+    return Engine(
+        vae.train(),
+        vae,
+        draw=vae_draw(batch, seed, device),
+        loss=lambda work, batch: vae_step(work, batch, palette),
     )
-    return clock.done
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from tokenizers import pre_tokenizers
 from transformers import CLIPTokenizer, T5Tokenizer
 
 from examples.train_demo_model.phrases import corpus
+from examples.train_demo_model.scenes import KINDS
 
 CLIP_START, CLIP_END = "<|startoftext|>", "<|endoftext|>"
 CLIP_LENGTH = 77
@@ -60,6 +61,19 @@ def encode_t5(tokenizer: T5Tokenizer, prompts: list[str]) -> np.ndarray:
     """Token ids as FLUX feeds them to T5, int16 [B, 40]: padded, and no mask is used."""
     ids = tokenizer(prompts, padding="max_length", max_length=T5_LENGTH, truncation=True)
     return np.array(ids["input_ids"], dtype=np.int16)
+
+
+def find_nouns(t5_ids_NT: np.ndarray, tokenizer: T5Tokenizer) -> np.ndarray:
+    """Where each shape's noun stands, int8 [N, 3], in the order of the scene; 0 for no shape.
+
+    A noun before "is" names a shape again ("... and the blue square is left of ...").
+    """
+    vocabulary = tokenizer.get_vocab()
+    nouns = np.isin(t5_ids_NT, [vocabulary["▁" + kind] for kind in KINDS])
+    nouns[:, :-1] &= t5_ids_NT[:, 1:] != vocabulary["▁is"]
+    order = np.cumsum(nouns, axis=1)
+    found = [(nouns & (order == i + 1)).argmax(axis=1) for i in range(3)]
+    return np.stack(found, axis=1).astype(np.int8)
 
 
 def load_tokenizers(folder: Path) -> tuple[CLIPTokenizer, T5Tokenizer]:

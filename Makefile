@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# More for pip, e.g. an --extra-index-url where the CPU build of torch is to be had.
+PIP_ARGS ?=
 # A machine without a GPU gets the pinned torch of constraints/cpu.txt.
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),constraints/base.txt,constraints/cpu.txt)
 # `make test SLOW=1` also runs the tests marked slow, as CI does.
@@ -17,12 +19,13 @@ help: ## list the tasks
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
 
 $(INSTALLED): pyproject.toml constraints/base.txt constraints/cpu.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) --editable '.[dev]'
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("this needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
 
 demo: $(INSTALLED) ## make a picture with the bundled model: outputs/demo.png
-	$(BIN)/sglang generate --seed 7 --output-path outputs --output-file-name demo.png --overwrite \
+	$(BIN)/sglang generate --seed 1 --output-path outputs --output-file-name demo.png --overwrite \
 		--prompt "a small red circle above a large blue square on a white background"
 
 test: $(INSTALLED) ## run the tests (SLOW=1: all of them)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from sglang.multimodal_gen import DiffGenerator
-from sglang.multimodal_gen.runtime.utils.errors import Cancelled
-from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent
+from sglang.multimodal_gen import Cancelled, DiffGenerator, ProgressEvent
 
 
 def watch(event: ProgressEvent) -> None:

@@ -13,9 +13,9 @@ def main(folder: str = "outputs") -> None:
         result = generator.generate(
             prompt=[
                 "a small red circle above a large blue square on a white background",
-                "a large yellow star to the left of a small black circle on a gray background",
+                "a large yellow star on a blue background",
             ],
-            seed=7,
+            seed=1,
         )
     for path, image in zip(result.save(folder), result, strict=True):
         print(f"{path}: seed {image.seed}, {image.prompt!r}")

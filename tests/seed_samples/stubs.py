@@ -20,18 +20,30 @@ class StubTokenizer:
 
     model_max_length = TEXT_TOKENS
 
-    def __call__(self, prompt, padding=None, max_length=None, truncation=False, **_):
+    def num_special_tokens_to_add(self):
+        return 0
+
+    def __call__(
+        self,
+        prompt,
+        padding=None,
+        max_length=0,
+        truncation=False,
+        return_offsets_mapping=False,
+        **_,
+    ):
         ids = [1 + ord(c) % 50 for c in prompt]
-        if truncation and max_length is not None:
+        if return_offsets_mapping:
+            return SimpleNamespace(
+                input_ids=ids, offset_mapping=[(i, i + 1) for i in range(len(prompt))]
+            )
+        if truncation:
             ids = ids[:max_length]
         if padding != "max_length":
             return SimpleNamespace(input_ids=ids)
         mask = [1] * len(ids) + [0] * (max_length - len(ids))
         ids = ids + [0] * (max_length - len(ids))
         return SimpleNamespace(input_ids=torch.tensor([ids]), attention_mask=torch.tensor([mask]))
-
-    def decode(self, ids, skip_special_tokens=True):
-        return "".join("x" for _ in ids)
 
 
 class StubTextEncoder(nn.Module):

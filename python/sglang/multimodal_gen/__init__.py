@@ -10,6 +10,7 @@ Importing this package is cheap: torch is imported when `DiffGenerator` is first
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,17 +19,32 @@ if TYPE_CHECKING:
         GeneratedImage,
         GenerationResult,
     )
+    from sglang.multimodal_gen.runtime.utils.errors import Cancelled, DiffusionError
+    from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent
 
-__all__ = ["DiffGenerator", "GeneratedImage", "GenerationResult"]
+__all__ = [
+    "Cancelled",
+    "DiffGenerator",
+    "DiffusionError",
+    "GeneratedImage",
+    "GenerationResult",
+    "ProgressEvent",
+]
 
 __version__ = "0.1.0"
 
 
+_HOMES = {
+    "Cancelled": "runtime.utils.errors",
+    "DiffusionError": "runtime.utils.errors",
+    "ProgressEvent": "runtime.utils.progress",
+}
+
+
 def __getattr__(name: str) -> object:
     if name in __all__:
-        from sglang.multimodal_gen.runtime.entrypoints import diffusion_generator
-
-        return getattr(diffusion_generator, name)
+        home = _HOMES.get(name, "runtime.entrypoints.diffusion_generator")
+        return getattr(importlib.import_module(f"{__name__}.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -52,11 +52,13 @@ def test_negative_prompts_are_encoded_only_under_guidance():
 
 
 def test_a_cut_prompt_is_named_with_its_limit_and_what_was_lost():
-    _, batch = encode(prompt=["x" * (TEXT_TOKENS + 3)])
+    _, batch = encode(prompt=["x" * (TEXT_TOKENS - 1) + " yyy"])
     (warning,) = batch.warnings
     assert f"takes {TEXT_TOKENS} tokens" in warning
     assert f"has {TEXT_TOKENS + 3}" in warning
-    assert "'xxx'" in warning
+    assert "'yyy'" in warning
+    _, batch = encode(prompt=["xx xxxxxxyy"])
+    assert "'xxxxxxyy'" in batch.warnings[0], "a word that did not fit whole was lost"
     _, batch = encode(prompt=["x" * TEXT_TOKENS])
     assert not batch.warnings
 

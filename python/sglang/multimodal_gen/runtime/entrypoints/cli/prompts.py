@@ -39,7 +39,8 @@ def read_prompts(
         if optional:
             return []
         raise UserError(
-            "there is no prompt. Give --prompt TEXT, or --prompt-file FILE with one prompt a line."
+            "there is no prompt. Give --prompt TEXT, or --prompt-file FILE with one prompt a line "
+            "(in a config file: prompt or prompt_file)."
         )
     for prompt in prompts:
         # Admission refuses these too, but only after the model was loaded.

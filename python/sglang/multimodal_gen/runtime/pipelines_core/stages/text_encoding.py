@@ -139,17 +139,25 @@ def _warn_if_cut(
 ) -> None:
     """A cut prompt is never silent: the warning names the encoder's limit and the lost words."""
     length = _padded_length(batch, tokenizer, config)
-    ids = tokenizer(prompt, truncation=False, verbose=False).input_ids
-    if len(ids) <= length:
+    count = len(tokenizer(prompt, truncation=False, verbose=False).input_ids)
+    if count <= length:
         return
-    kept = tokenizer(prompt, truncation=True, max_length=length).input_ids
-    kept_text = tokenizer.decode(kept, skip_special_tokens=True)
-    full_text = tokenizer.decode(ids, skip_special_tokens=True)
-    lost = full_text[len(kept_text) :].strip()
+    lost = _lost_words(prompt, tokenizer, length)
     shown = lost if len(lost) <= 80 else lost[:77] + "..."
     warning = (
-        f"{label} cut: {type(tokenizer).__name__} takes {length} tokens and the prompt has "
-        f"{len(ids)}; this encoder did not see {shown!r}"
+        f"{label} cut: {type(tokenizer).__name__} takes {length} tokens and the {label} has "
+        f"{count}; this encoder did not see {shown!r}"
     )
     if warning not in batch.warnings:
         batch.warnings.append(warning)
+
+
+def _lost_words(prompt: str, tokenizer: Any, length: int) -> str:
+    """The end of the prompt from the first word that did not fit whole."""
+    plain = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    kept = length - tokenizer.num_special_tokens_to_add()
+    start = plain.offset_mapping[kept][0]
+    begun = prompt[:start].rstrip()
+    if start < len(prompt) and not prompt[start].isspace() and begun == prompt[:start]:
+        start = max((i + 1 for i, c in enumerate(begun) if c.isspace()), default=0)
+    return prompt[start:].strip()

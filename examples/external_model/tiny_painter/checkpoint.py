@@ -59,6 +59,8 @@ def _write_text_encoder(folder: Path, vocabulary: int) -> None:
         num_hidden_layers=1,
         num_attention_heads=2,
         max_position_embeddings=16,
+        bos_token_id=0,
+        eos_token_id=1,
     )
     CLIPTextModel(config).save_pretrained(str(folder))
 

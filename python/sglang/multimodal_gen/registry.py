@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
+from sglang.multimodal_gen.runtime.models.external_packages import load_external_packages
+from sglang.multimodal_gen.runtime.server_args.sections import ModelArgs
 from sglang.multimodal_gen.runtime.utils.errors import (
+    InvalidArgument,
     ModelNotFound,
     PipelineDefinitionError,
     UserError,
@@ -24,13 +27,14 @@ from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
-    from sglang.multimodal_gen.runtime.loader.model_source import ModelSource
+    from sglang.multimodal_gen.runtime.loader.model_source import Layout, ModelSource
     from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
         ComposedPipelineBase,
     )
     from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
 
 Detector = Callable[[str], bool]
+Test = Callable[["_Configs"], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,48 +177,119 @@ class Registry:
 
     # Finding them.
 
-    def get_model_info(self, source: ModelSource) -> ModelInfo:
+    def find(self, model: ModelArgs) -> tuple[ModelSource, ModelInfo]:
+        """Where the model is that the arguments name, and the classes that serve it.
+
+        A checkpoint without ``model_index.json`` is served if its pipeline is certain: by name, by
+        ``model_id``, or because its path or id is a registered one.
+
+        Raises:
+            ModelNotFound: nothing is there, nothing serves it, or two entries match equally well.
+            CheckpointError: the folder is no usable checkpoint.
+            InvalidArgument: ``model_id`` is not registered.
+        """
+        from sglang.multimodal_gen.runtime.loader.model_source import resolve_model_source
+
+        self._ready()
+        pipeline, model_id = model.pipeline_class_name, model.model_id
+
+        def layout() -> Layout | None:
+            name = pipeline or self._pipeline_without_index(model.model_path, model_id)
+            return None if name is None else self.get_pipeline_class(name).checkpoint_layout()
+
+        if pipeline is not None:
+            self.get_pipeline_class(pipeline)  # a misspelt name, before a download
+        source = resolve_model_source(model.model_path, model.revision, layout)
+        return source, self.get_model_info(source, pipeline=pipeline, model_id=model_id)
+
+    def get_model_info(
+        self, source: ModelSource, *, pipeline: str | None = None, model_id: str | None = None
+    ) -> ModelInfo:
         """The classes that serve a model.
 
-        In this order: the exact id, a hub snapshot folder of that id, a folder named like it, then
-        detectors over the path and the ``_class_name``.
+        In this order: the exact path or id, a hub snapshot folder of a registered id, a folder
+        named like one, the ``_class_name``, then detectors over the ``_class_name`` and the path.
+        ``pipeline`` names the pipeline instead; ``model_id`` is a registered id that is looked up
+        instead of the path.
 
         Raises:
             ModelNotFound: nothing matches, or two entries match equally well.
+            InvalidArgument: ``model_id`` is not registered.
         """
-        self._discover()
-        class_name = source.class_name
-        entry = self._find_configs(source.name, class_name)
-        name = _pipeline_of(entry, class_name)
+        self._ready()
+        if model_id is not None:
+            entry = self._by_id(model_id)
+        elif pipeline is not None:
+            pipeline_cls = self.get_pipeline_class(pipeline)
+            own = [e for e in self._configs if pipeline in e.pipeline_names]
+            entry = self._find_configs(source.name, pipeline, own)
+            if entry is None:
+                raise ModelNotFound(
+                    f"pipeline {pipeline!r} ({pipeline_cls.__module__}) is known, but no settings "
+                    "were registered with it: use register_pipeline, or register_configs in its "
+                    "family's register()"
+                )
+        else:
+            entry = self._find_configs(source.name, source.class_name, self._configs)
+        name = pipeline or _pipeline_of(entry, source.class_name)
         pipeline_cls = self._pipelines.get(name or "")
         if pipeline_cls is None or entry is None:
-            known = sorted(self._pipelines)
-            raise ModelNotFound(
-                f"model_path={source.name!r}: no native family serves _class_name={class_name!r}."
-                f"{did_you_mean(class_name or '', known)} Native pipelines: {', '.join(known)}"
-            )
+            raise ModelNotFound(self._nothing_serves(source))
         return ModelInfo(pipeline_cls, entry.sampling_param_cls, entry.pipeline_config_cls)
 
-    def _find_configs(self, path: str, class_name: str | None) -> _Configs | None:
-        wanted = path.rstrip("/").lower()
-        tests: tuple[Callable[[_Configs], bool], ...] = (
-            lambda e: any(p.lower() == wanted for p in e.paths),
-            lambda e: any(f"models--{p.lower().replace('/', '--')}/" in wanted for p in e.paths),
-            lambda e: any(_short(p.lower()) == _short(wanted) for p in e.paths),
-            lambda e: any(detect((class_name or "").lower()) for detect in e.detectors),
-            lambda e: any(detect(wanted) for detect in e.detectors),
+    def _find_configs(
+        self, path: str, class_name: str | None, entries: Sequence[_Configs]
+    ) -> _Configs | None:
+        wanted, lowered = path.rstrip("/").lower(), (class_name or "").lower()
+
+        def detected(entry: _Configs) -> bool:
+            return any(detect(lowered) for detect in entry.detectors)
+
+        def detected_by_path(entry: _Configs) -> bool:
+            return any(detect(wanted) for detect in entry.detectors)
+
+        by_id = _choose(entries, _id_tests(path), path, class_name)
+        if by_id is not None:
+            return by_id
+        named = [e for e in entries if class_name is not None and class_name in e.pipeline_names]
+        if len(named) > 1 and not named[0].replaces:
+            # Variants of one family: what they detect tells them apart.
+            chosen = _choose(named, (detected, detected_by_path), path, class_name)
+            named = named if chosen is None else [chosen]
+        by_name = _choose(named, (lambda _: True,), path, class_name)
+        return by_name or _choose(entries, (detected, detected_by_path), path, class_name)
+
+    def _by_id(self, model_id: str) -> _Configs:
+        exact, _, named = _id_tests(model_id)
+        entry = _choose(self._configs, (exact, named), model_id, None)
+        if entry is None:
+            known = [path for e in self._configs for path in e.paths]
+            raise InvalidArgument(
+                "model_id",
+                model_id,
+                f"no such id is registered.{did_you_mean(model_id, known)} "
+                f"Registered: {', '.join(known)}",
+            )
+        return entry
+
+    def _pipeline_without_index(self, path: str, model_id: str | None) -> str | None:
+        """The pipeline of a checkpoint that does not name one: by its id alone, never guessed."""
+        if model_id is not None:
+            entry: _Configs | None = self._by_id(model_id)
+        else:
+            entry = _choose(self._configs, _id_tests(path), path, None)
+        return _pipeline_of(entry, None)
+
+    def _nothing_serves(self, source: ModelSource) -> str:
+        known = sorted(self._pipelines)
+        ids = {_short(path): path for entry in self._configs for path in entry.paths}
+        near = did_you_mean(source.class_name or "", known)
+        near = near or did_you_mean(_short(source.name.rstrip("/")), ids)
+        return (
+            f"model_path={source.name!r}: no native family serves "
+            f"_class_name={source.class_name!r}.{near} Native pipelines: {', '.join(known)}. "
+            "--pipeline NAME or --model-id ID chooses one for a checkpoint that does not say it."
         )
-        for test in tests:
-            found = [entry for entry in self._configs if test(entry)]
-            if len(found) > 1 and not found[0].replaces:
-                names = " and ".join(e.pipeline_config_cls.__name__ for e in found)
-                raise ModelNotFound(
-                    f"model_path={path!r} (_class_name={class_name!r}) fits {names}; use an exact "
-                    "registered id"
-                )
-            if found:
-                return found[0]
-        return None
 
     def get_pipeline_class(self, name: str) -> type[ComposedPipelineBase]:
         """A registered pipeline class by its ``pipeline_name``.
@@ -222,7 +297,7 @@ class Registry:
         Raises:
             ModelNotFound: there is none; the nearest name is offered.
         """
-        self._discover()
+        self._ready()
         if name not in self._pipelines:
             known = sorted(self._pipelines)
             raise ModelNotFound(
@@ -233,7 +308,7 @@ class Registry:
 
     def known_models(self) -> list[KnownModel]:
         """Every registered family variant."""
-        self._discover()
+        self._ready()
         models = []
         for entry in self._configs:
             config = entry.pipeline_config_cls()
@@ -249,6 +324,11 @@ class Registry:
         return models
 
     # Walking the package.
+
+    def _ready(self) -> None:
+        """Before a look-up: the families of this package, then those of external packages."""
+        self._discover()
+        load_external_packages()
 
     def _discover(self) -> None:
         """Walk the package once; a family that fails leaves nothing behind and fails again."""
@@ -283,16 +363,23 @@ register_pipeline = REGISTRY.register_pipeline
 known_models = REGISTRY.known_models
 
 
-def get_model_info(model_path: str, revision: str | None = None) -> ModelInfo:
-    """The classes that serve a model path, hub id or bundled name.
+def get_model_info(
+    model_path: str,
+    revision: str | None = None,
+    *,
+    pipeline: str | None = None,
+    model_id: str | None = None,
+) -> ModelInfo:
+    """The classes that serve a model path, hub id or bundled name; see `Registry.find`.
 
     Raises:
         ModelNotFound: the path leads nowhere, or no family serves what is there.
         CheckpointError: the folder is no usable checkpoint.
     """
-    from sglang.multimodal_gen.runtime.loader.model_source import resolve_model_source
-
-    return REGISTRY.get_model_info(resolve_model_source(model_path, revision))
+    model = ModelArgs(
+        model_path=model_path, revision=revision, pipeline_class_name=pipeline, model_id=model_id
+    )
+    return REGISTRY.find(model)[1]
 
 
 def explain(name: str) -> list[StageRow]:
@@ -353,6 +440,33 @@ class _Unloaded:
 
 def _short(path: str) -> str:
     return path.rsplit("/", 1)[-1]
+
+
+def _id_tests(path: str) -> tuple[Test, Test, Test]:
+    """How surely a path is a registered id: it is, it is a hub snapshot of it, its name is."""
+    wanted = path.rstrip("/").lower()
+    return (
+        lambda e: any(p.rstrip("/").lower() == wanted for p in e.paths),
+        lambda e: any(f"models--{p.lower().replace('/', '--')}/" in wanted for p in e.paths),
+        lambda e: any(_short(p.lower()) == _short(wanted) for p in e.paths),
+    )
+
+
+def _choose(
+    entries: Sequence[_Configs], tests: Iterable[Test], path: str, class_name: str | None
+) -> _Configs | None:
+    """The one entry that passes the first test that any passes."""
+    for test in tests:
+        found = [entry for entry in entries if test(entry)]
+        if len(found) > 1 and not found[0].replaces:
+            names = " and ".join(e.pipeline_config_cls.__name__ for e in found)
+            raise ModelNotFound(
+                f"model_path={path!r} (_class_name={class_name!r}) fits {names}; name an exact "
+                "registered id with --model-id"
+            )
+        if found:
+            return found[0]
+    return None
 
 
 def _pipeline_of(entry: _Configs | None, class_name: str | None) -> str | None:

@@ -313,3 +313,155 @@ def test_an_auxiliary_module_follows_the_transformer(source: ModelSource) -> Non
                    aliases={"queryformer": "text_encoder"},
                    loaders={"queryformer": PlainStateDictComponentLoader})  # fmt: skip
     assert loaded["queryformer"].module.weight.dtype == BF16
+
+
+def _weights(path: Path, width: int, value: float) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"weight": torch.full((width,), value)}, path)
+    return path
+
+
+def test_weights_from_a_file_win_over_the_folders(source: ModelSource, tmp_path: Path) -> None:
+    file = _weights(tmp_path / "other/tuned.safetensors", SIZES["vae"], 3.0)
+    loaded = _load(source, "vae", component_weights_paths={"vae": str(file)})["vae"]
+    assert loaded.module.weight.tolist() == [3.0] * SIZES["vae"]
+    assert loaded.receipt.files == (file,)
+    assert _load(source, "vae")["vae"].module.weight.tolist() == [0.0] * SIZES["vae"]
+
+
+def test_weights_come_from_a_folder_or_an_index_too(
+    source: ModelSource, tmp_path: Path, write_shards: Any
+) -> None:
+    folder = write_shards(tmp_path / "o", {"x.safetensors": {"weight": torch.full((4,), 2.0)}})
+    for path in (folder, folder / "model.safetensors.index.json"):
+        loaded = _load(source, "vae", component_weights_paths={"vae": str(path)})
+        assert loaded["vae"].module.weight.tolist() == [2.0] * 4
+
+
+def test_weights_serve_a_folder_that_has_none_and_one_that_was_replaced(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    replaced = _write(tmp_path / "replaced", 6)
+    (replaced / "model.safetensors").unlink()
+    file = _weights(tmp_path / "w.safetensors", 6, 5.0)
+    loaded = _load(
+        source, "vae", component_paths={"vae": str(replaced)},
+        component_weights_paths={"vae": str(file)},
+    )  # fmt: skip
+    assert loaded["vae"].module.weight.tolist() == [5.0] * 6
+
+
+def test_weights_from_elsewhere_are_checked_strictly(source: ModelSource, tmp_path: Path) -> None:
+    file = _weights(tmp_path / "w.safetensors", SIZES["vae"] + 1, 1.0)
+    with pytest.raises(CheckpointError, match=r"Misshapen \(1\)") as caught:
+        _load(source, "vae", component_weights_paths={"vae": str(file)})
+    assert str(file) in str(caught.value)
+
+
+def test_a_missing_weights_file_never_falls_back(source: ModelSource) -> None:
+    with pytest.raises(InvalidArgument, match=r"component_weights_paths\.vae=.*no such file"):
+        _load(source, "vae", component_weights_paths={"vae": "/nowhere.safetensors"})
+
+
+def test_weights_are_for_exact_names_of_components(source: ModelSource, tmp_path: Path) -> None:
+    file = _weights(tmp_path / "w.safetensors", SIZES["text_encoder_2"], 1.0)
+    with pytest.raises(InvalidArgument, match="Did you mean 'text_encoder_2'"):
+        _load(source, "text_encoder_2", component_weights_paths={"text_encoder_3": str(file)})
+    loaded = _load(source, "text_encoder", "text_encoder_2",
+                   component_weights_paths={"text_encoder_2": str(file)})  # fmt: skip
+    assert loaded["text_encoder_2"].module.weight[0] == 1
+    assert loaded["text_encoder"].module.weight[0] == 0
+
+
+def test_a_component_without_weights_takes_none(source: ModelSource, tmp_path: Path) -> None:
+    file = _weights(tmp_path / "w.safetensors", 1, 1.0)
+    with pytest.raises(InvalidArgument, match="SchedulerLoader reads no weights"):
+        _load(source, "scheduler", component_weights_paths={"scheduler": str(file)})
+
+
+def test_an_alias_takes_its_own_loader_else_that_of_what_it_stands_for(
+    source: ModelSource,
+) -> None:
+    aliases = {"denoiser": "transformer", "steps": "scheduler"}
+    loaded = _load(source, "denoiser", "steps", aliases=aliases)
+    assert isinstance(loaded["denoiser"].module, Block)
+    assert isinstance(loaded["steps"].module, FlowMatchEulerDiscreteScheduler)
+
+
+def test_a_component_that_the_index_does_not_name_says_its_class_itself(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    extra = _write(tmp_path / "extra", 3, 4.0)
+    loaded = _load(source, "text_encoder_3", component_paths={"text_encoder_3": str(extra)})
+    assert loaded["text_encoder_3"].module.weight.tolist() == [4.0] * 3
+
+
+@pytest.fixture
+def unindexed(source: ModelSource) -> ModelSource:
+    index = {"_class_name": "TestPipeline"}
+    return dataclasses.replace(source, model_index=index, indexed=False)
+
+
+def test_without_an_index_a_component_is_the_folder_of_its_name(unindexed: ModelSource) -> None:
+    loaded = _load(unindexed, "vae", "text_encoder", "scheduler")
+    assert isinstance(loaded["text_encoder"].module, Block)
+    assert isinstance(loaded["scheduler"].module, FlowMatchEulerDiscreteScheduler)
+
+
+def test_without_an_index_a_missing_folder_is_named_with_the_remedy(
+    unindexed: ModelSource,
+) -> None:
+    with pytest.raises(CheckpointError, match=r"'tokenizer' is missing.*--component-paths\.token"):
+        _load(unindexed, "vae", "tokenizer")
+
+
+@pytest.fixture
+def one_file(tmp_path: Path, source: ModelSource) -> ModelSource:
+    """A bare file with the weights of the transformer."""
+    file = _weights(tmp_path / "bare/tuned.safetensors", SIZES["transformer"], 7.0)
+    return dataclasses.replace(
+        source,
+        name=str(file),
+        root=file.parent,
+        model_index={"_class_name": "TestPipeline"},
+        indexed=False,
+        weights_files={"transformer": file},
+    )
+
+
+def test_one_file_needs_a_config_and_the_other_components(
+    one_file: ModelSource, source: ModelSource
+) -> None:
+    said = r"needs vae, scheduler\..*--component-paths\.vae FOLDER --component-paths\.scheduler"
+    with pytest.raises(InvalidArgument, match=said):
+        _load(one_file, "transformer", "vae", "scheduler")
+    names = {name: name for name in ("transformer", "vae", "scheduler")}
+    with pytest.raises(InvalidArgument, match=said):
+        read_component_configs(one_file, names, _args())
+    vae = {"vae": str(source.root / "vae")}
+    with pytest.raises(InvalidArgument, match=r"--component-paths\.transformer FOLDER"):
+        _load(one_file, "transformer", "vae", component_paths=vae)
+    both = vae | {"transformer": str(source.root / "transformer")}
+    loaded = _load(one_file, "transformer", "vae", component_paths=both)
+    assert loaded["transformer"].module.weight[0] == 7
+    assert loaded["vae"].module.weight[0] == 0
+
+
+def test_one_files_config_lies_beside_it_or_is_the_pipelines_default(
+    one_file: ModelSource,
+) -> None:
+    config = {"_class_name": "Block", "width": SIZES["transformer"]}
+    default = load_components(
+        one_file, {"denoiser": "transformer"}, _args(), {}, None, {"denoiser": config}
+    )
+    assert default["denoiser"].module.weight[0] == 7
+    (one_file.root / "config.json").write_text(json.dumps(config))
+    assert _load(one_file, "transformer")["transformer"].module.weight[0] == 7
+
+
+def test_the_users_weights_win_over_the_one_file(one_file: ModelSource, tmp_path: Path) -> None:
+    file = _weights(tmp_path / "w.safetensors", SIZES["transformer"], 8.0)
+    config = {"_class_name": "Block", "width": SIZES["transformer"]}
+    (one_file.root / "config.json").write_text(json.dumps(config))
+    loaded = _load(one_file, "transformer", component_weights_paths={"transformer": str(file)})
+    assert loaded["transformer"].module.weight[0] == 8

@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from sglang.multimodal_gen.runtime.loader.model_index import components_of, read_model_index
+from sglang.multimodal_gen.runtime.loader.model_index import (
+    class_in_folder,
+    components_of,
+    read_model_index,
+)
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
 
 
@@ -53,3 +57,19 @@ def test_an_index_without_a_pipeline_is_refused(tmp_path: Path, content: object)
     (tmp_path / "model_index.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"model_index\.json"):
         read_model_index(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "found"),
+    [
+        ("config.json", {"_class_name": "A", "architectures": ["B"]}, ("diffusers", "A")),
+        ("config.json", {"architectures": ["B", "C"]}, ("transformers", "B")),
+        ("scheduler_config.json", {"_class_name": "S"}, ("diffusers", "S")),
+        ("tokenizer_config.json", {"tokenizer_class": "T"}, ("transformers", "T")),
+        ("config.json", {"architectures": []}, (None, None)),
+        ("readme.json", {"_class_name": "A"}, (None, None)),
+    ],
+)
+def test_a_components_own_files_say_its_class(tmp_path, file, content, found):
+    (tmp_path / file).write_text(json.dumps(content))
+    assert class_in_folder(tmp_path) == found

@@ -14,6 +14,7 @@ from sglang.multimodal_gen import GeneratedImage, GenerationResult
 from sglang.multimodal_gen.configs.sample.sampling_params import ImageSamplingParams
 from sglang.multimodal_gen.runtime.entrypoints.cli import generate, generate_options
 from sglang.multimodal_gen.runtime.entrypoints.cli.main import main
+from sglang.multimodal_gen.runtime.server_args.sections import ModelArgs
 from sglang.multimodal_gen.runtime.utils.errors import ModelNotFound
 from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent
 
@@ -99,10 +100,10 @@ class Outcome:
 def generator(monkeypatch, tmp_path) -> Iterator[FakeGenerator]:
     """The fake behind ``sglang generate``, which runs in an empty folder."""
 
-    def family(model_path: str, revision: str | None) -> type[ImageSamplingParams]:
-        if model_path not in FAMILIES:
-            raise ModelNotFound(f"model_path={model_path!r} does not exist.")
-        return FAMILIES[model_path]
+    def family(model: ModelArgs) -> type[ImageSamplingParams]:
+        if model.model_path not in FAMILIES:
+            raise ModelNotFound(f"model_path={model.model_path!r} does not exist.")
+        return FAMILIES[model.model_path]
 
     fake = FakeGenerator()
     monkeypatch.setattr(generate, "open_generator", fake.open)

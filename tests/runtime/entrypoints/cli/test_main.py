@@ -58,7 +58,8 @@ def test_no_command_is_a_mistake_that_shows_the_help(sglang):
 
 def test_an_unknown_command_is_answered_with_the_nearest(fails):
     assert fails("generat") == (
-        "there is no command 'generat'. Did you mean 'generate'? Known: generate, models, version."
+        "there is no command 'generat'. Did you mean 'generate'? "
+        "Known: generate, models, new-model, version."
     )
 
 

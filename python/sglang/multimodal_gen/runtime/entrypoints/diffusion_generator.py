@@ -19,6 +19,7 @@ from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.entrypoints.result_files import Destination, local_path
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.managers.worker import Worker
+from sglang.multimodal_gen.runtime.models.external_packages import load_external_packages
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
     ComposedPipelineBase,
 )
@@ -146,6 +147,7 @@ class DiffGenerator:
         ``before_loading`` sees the model once it is found; raising from it saves the loading.
         """
         start = time.perf_counter()
+        load_external_packages()
         resolution = resolve(server_args, device_facts())
         model = ModelDescription.find(resolution.args, pipeline_config)
         if before_loading is not None:

@@ -22,6 +22,7 @@ from sglang.multimodal_gen.runtime.loader.component_loaders.tokenizer_loader imp
     TokenizerLoader,
 )
 from sglang.multimodal_gen.runtime.loader.json_file import read_json_object
+from sglang.multimodal_gen.runtime.loader.model_index import class_in_folder
 from sglang.multimodal_gen.runtime.loader.model_source import ModelSource
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.errors import (
@@ -55,7 +56,11 @@ def read_component_configs(
     """Component name -> its ``config.json``, for those that have one.
 
     ``names`` maps a pipeline's component names to those of ``model_index.json``.
+
+    Raises:
+        InvalidArgument: an argument names no folder, or a checkpoint of one file lacks others.
     """
+    _check_one_file(source, names, server_args)
     configs = {}
     for name, key in names.items():
         path = _path(source, name, key, server_args) / "config.json"
@@ -70,12 +75,14 @@ def load_components(
     server_args: ServerArgs,
     loaders: Mapping[str, type[ComponentLoader]],
     progress: ProgressListener | None = None,
+    default_configs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, LoadedComponent]:
     """Load components: those without weights first, then the largest first.
 
     So a fault that is cheap to find is found early, and memory runs out early if it does. Every
     component's folder and headers are looked at before the first is loaded. ``progress`` counts
-    the bytes of all of them together.
+    the bytes of all of them together; ``default_configs`` are for components without a
+    ``config.json``.
 
     Raises:
         CheckpointError: a component is missing, damaged or does not fit.
@@ -83,8 +90,13 @@ def load_components(
         PipelineDefinitionError: a component has no loader.
     """
     _check_names(names, server_args)
-    chosen = {name: _loader(name, loaders) for name in names}
-    specs = {name: _spec(source, name, key, server_args) for name, key in names.items()}
+    _check_one_file(source, names, server_args)
+    chosen = {name: _loader(name, key, loaders) for name, key in names.items()}
+    _check_weights(chosen, server_args)
+    specs = {
+        name: _spec(source, name, key, server_args, (default_configs or {}).get(name))
+        for name, key in names.items()
+    }
     sizes: dict[str, int] = {}
     for name, spec in specs.items():
         spec.require_folder()
@@ -105,8 +117,9 @@ def _shared(progress: ProgressListener | None, before: int, total: int) -> Progr
     return lambda event: progress(ProgressEvent("load", before + event.done, total, event.label))
 
 
-def _loader(name: str, loaders: Mapping[str, type[ComponentLoader]]) -> ComponentLoader:
-    cls = loaders.get(name) or LOADERS.get(role_of(name))
+def _loader(name: str, key: str, loaders: Mapping[str, type[ComponentLoader]]) -> ComponentLoader:
+    """The pipeline's choice for this very name, else the role's, else that of an alias's target."""
+    cls = loaders.get(name) or LOADERS.get(role_of(name)) or LOADERS.get(role_of(key))
     if cls is None:
         raise PipelineDefinitionError(
             f"component {name!r} has no default loader.{did_you_mean(role_of(name), LOADERS)} "
@@ -115,31 +128,61 @@ def _loader(name: str, loaders: Mapping[str, type[ComponentLoader]]) -> Componen
     return cls()
 
 
-def _spec(source: ModelSource, name: str, key: str, server_args: ServerArgs) -> ComponentSpec:
+def _spec(
+    source: ModelSource,
+    name: str,
+    key: str,
+    server_args: ServerArgs,
+    default_config: Mapping[str, Any] | None,
+) -> ComponentSpec:
+    model = server_args.model
+    path = _path(source, name, key, server_args)
     entry = source.components.get(key)
-    if entry is None and name not in server_args.model.component_paths:
+    if entry is None and source.indexed and name not in model.component_paths:
         raise CheckpointError(
             f"{source.root / 'model_index.json'} has no component {key!r}, which this pipeline "
             f"needs; it has {', '.join(source.components) or 'none'}"
         )
-    library, architecture = entry or (None, None)
+    needs_config = key in source.weights_files and default_config is None
+    if needs_config and not (path / "config.json").is_file():
+        raise InvalidArgument(
+            "model_path",
+            source.name,
+            f"is weights alone; a folder with the config.json of {name} must say which model they "
+            f"are for: --component-paths.{name} FOLDER",
+        )
+    library, architecture = entry or class_in_folder(path)
     return ComponentSpec(
         name=name,
-        path=_path(source, name, key, server_args),
+        path=path,
         library=library,
         architecture=architecture,
         precision=_precision(name, server_args),
         device=server_args.platform.device,
+        weights=_weights(source, name, key, server_args),
+        default_config=default_config,
     )
 
 
 def _path(source: ModelSource, name: str, key: str, server_args: ServerArgs) -> Path:
+    """The component's folder; for the one whose weights are a file, the folder of that file."""
     replaced = server_args.model.component_paths.get(name)
     if replaced is None:
-        return source.root / key
+        return source.root if key in source.weights_files else source.root / key
     path = Path(replaced).expanduser()
     if not path.is_dir():
         raise InvalidArgument(f"component_paths.{name}", replaced, "no such folder")
+    return path
+
+
+def _weights(source: ModelSource, name: str, key: str, server_args: ServerArgs) -> Path | None:
+    """Where the weights are, if not in the component's folder; what the user names wins."""
+    given = server_args.model.component_weights_paths.get(name)
+    if given is None:
+        return source.weights_files.get(key)
+    path = Path(given).expanduser()
+    if not path.exists():
+        raise InvalidArgument(f"component_weights_paths.{name}", given, "no such file or folder")
     return path
 
 
@@ -161,24 +204,36 @@ def _precision(name: str, server_args: ServerArgs) -> str:
     return config.dit_precision
 
 
-def _check_folders(source: ModelSource, names: Mapping[str, str], server_args: ServerArgs) -> None:
-    """Every component's folder, before the first of them is loaded."""
-    for name, key in names.items():
-        given = server_args.model.component_paths.get(name)
-        if _path(source, name, key, server_args).is_dir():
-            continue
-        if given is not None:
-            raise InvalidArgument(f"component_paths.{name}", given, "is no folder here")
-        if key in source.components:
-            raise CheckpointError(
-                f"component {name!r} is missing: {source.root / key} is no folder. The checkpoint "
-                f"is incomplete; fetch it again, or set --component-paths.{name}"
+def _check_one_file(source: ModelSource, names: Mapping[str, str], server_args: ServerArgs) -> None:
+    """A checkpoint of one file is one component: the user says where the others are."""
+    if not source.weights_files:
+        return
+    given = server_args.model.component_paths
+    missing = [n for n, key in names.items() if n not in given and key not in source.weights_files]
+    if missing:
+        raise InvalidArgument(
+            "model_path",
+            source.name,
+            f"is one file, the weights of {' and '.join(source.weights_files)}; the pipeline also "
+            f"needs {', '.join(missing)}. Give each a folder: "
+            + " ".join(f"--component-paths.{name} FOLDER" for name in missing),
+        )
+
+
+def _check_weights(chosen: Mapping[str, ComponentLoader], server_args: ServerArgs) -> None:
+    for name, value in server_args.model.component_weights_paths.items():
+        if not isinstance(chosen[name], NeuralComponentLoader):
+            raise InvalidArgument(
+                f"component_weights_paths.{name}",
+                value,
+                f"{type(chosen[name]).__name__} reads no weights; leave it out, or replace the "
+                f"whole component with --component-paths.{name}",
             )
 
 
 def _check_names(names: Mapping[str, str], server_args: ServerArgs) -> None:
     model = server_args.model
-    for field in ("component_paths", "component_precisions"):
+    for field in ("component_paths", "component_weights_paths", "component_precisions"):
         for name, value in getattr(model, field).items():
             if name not in names:
                 raise InvalidArgument(

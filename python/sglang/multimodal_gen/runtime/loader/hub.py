@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,20 +23,25 @@ _VARIANTS = tuple(
 )
 
 
-def fetch_from_hub(repo_id: str, revision: str | None) -> Path:
+def fetch_from_hub(
+    repo_id: str, revision: str | None, without_index: Collection[str] | None = None
+) -> Path:
     """The local snapshot folder of a hub repository, fetched where the cache lacks it.
 
     ``model_index.json`` first, then the folders of the components that it names, at the same
-    commit. Honours ``HF_HOME``, ``HF_HUB_OFFLINE`` and ``HF_TOKEN``, because the library does.
+    commit. ``without_index`` names the folders to fetch where there is no such file, which is an
+    error if it is None. Honours ``HF_HOME``, ``HF_HUB_OFFLINE`` and ``HF_TOKEN``, because the
+    library does.
 
     Raises:
         ModelNotFound: with the reason (no such repository, gated, offline...) and the remedy.
         CheckpointError: the fetched ``model_index.json`` is malformed.
     """
     from huggingface_hub import constants, hf_hub_download, snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError
 
-    def fetch(patterns: Iterable[str], ignored: Iterable[str] = ()) -> None:
-        snapshot_download(
+    def fetch(patterns: Iterable[str], ignored: Iterable[str] = ()) -> str:
+        return snapshot_download(
             repo_id,
             revision=commit,
             allow_patterns=list(patterns),
@@ -46,12 +51,20 @@ def fetch_from_hub(repo_id: str, revision: str | None) -> Path:
             local_files_only=constants.HF_HUB_OFFLINE,
         )
 
-    index = _translated(
-        repo_id, revision, lambda: hf_hub_download(repo_id, MODEL_INDEX, revision=revision)
-    )
-    root = Path(index).parent
+    def find_root() -> Path:
+        try:
+            return Path(hf_hub_download(repo_id, MODEL_INDEX, revision=revision)).parent
+        except EntryNotFoundError:  # on the hub, or in the cache without a network
+            if without_index is None:
+                raise
+            return Path(fetch([SAMPLING_DEFAULTS, *(f"{name}/*.json" for name in without_index)]))
+
+    commit = revision
+    root = _translated(repo_id, revision, find_root)
     commit = root.name if root.parent.name == "snapshots" else revision
-    components = components_of(read_model_index(root), root)
+    components: Collection[str] = without_index or ()
+    if without_index is None or (root / MODEL_INDEX).is_file():
+        components = components_of(read_model_index(root), root)
     wanted = [f"{name}/{pattern}" for name in components for pattern in _WANTED]
     wanted += [MODEL_INDEX, SAMPLING_DEFAULTS]
     _translated(repo_id, revision, lambda: fetch(wanted, _VARIANTS))

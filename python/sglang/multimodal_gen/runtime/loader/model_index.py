@@ -57,3 +57,22 @@ def components_of(index: Mapping[str, Any], root: Path | None) -> dict[str, tupl
 
 def _is_setting(entry: list[Any]) -> bool:
     return bool(entry) and all(isinstance(item, int | float) for item in entry)
+
+
+def class_in_folder(folder: Path) -> tuple[str, str] | tuple[None, None]:
+    """(library, class name) as a component's own files say them, for one that no index names.
+
+    Raises:
+        CheckpointError: a file is there and no JSON object.
+    """
+    for name in ("config.json", "scheduler_config.json", "tokenizer_config.json"):
+        if not (folder / name).is_file():
+            continue
+        match read_json_object(folder / name):
+            case {"_class_name": str(class_name)}:
+                return "diffusers", class_name
+            case {"architectures": [str(class_name), *_]}:
+                return "transformers", class_name
+            case {"tokenizer_class": str(class_name)}:
+                return "transformers", class_name
+    return None, None

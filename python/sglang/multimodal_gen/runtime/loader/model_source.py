@@ -1,11 +1,11 @@
-"""From what a user calls a model to a folder with a ``model_index.json``."""
+"""From what a user calls a model to a folder with a ``model_index.json``, or what stands for it."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -33,13 +33,37 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """What a checkpoint without ``model_index.json`` is taken for.
+
+    ``components`` are the pipeline's component folders; ``denoiser`` the one whose weights a
+    checkpoint of a single file holds.
+    """
+
+    pipeline: str
+    components: tuple[str, ...]
+    denoiser: str = "transformer"
+
+
+LayoutOf = Callable[[], Layout | None]
+"""Asked only where there is no ``model_index.json``."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A checkpoint that was found: what the user called it, where it is, what it consists of."""
+    """A checkpoint that was found: what the user called it, where it is, what it consists of.
+
+    Without a ``model_index.json``, ``indexed`` is False and ``model_index`` names the pipeline
+    alone: a component is the folder of its name. ``weights_files`` are files that hold a
+    component's weights apart from its folder: not empty for a checkpoint of one file.
+    """
 
     name: str
     root: Path
     model_index: Mapping[str, Any]
     kind: Kind
+    indexed: bool = True
+    weights_files: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def class_name(self) -> str | None:
@@ -62,10 +86,17 @@ def bundled_models() -> dict[str, Path]:
     return {p.parent.name: p.parent for p in sorted(root.glob(f"*/{MODEL_INDEX}"))}
 
 
-def resolve_model_source(model_path: str, revision: str | None = None) -> ModelSource:
+def _no_layout() -> Layout | None:
+    return None
+
+
+def resolve_model_source(
+    model_path: str, revision: str | None = None, layout_of: LayoutOf = _no_layout
+) -> ModelSource:
     """Find a model: an existing folder, a bundled name, or a hub id (fetched if not cached).
 
-    A local path or bundled name never touches the network.
+    A local path or bundled name never touches the network. ``layout_of`` says what a checkpoint
+    without ``model_index.json`` is, a folder or one safetensors file; None refuses it.
 
     Raises:
         ModelNotFound: nothing is there; says what was tried and what to do.
@@ -84,14 +115,17 @@ def resolve_model_source(model_path: str, revision: str | None = None) -> ModelS
         return _source(model_path, bundled[model_path], "bundled")
     if path.is_dir():
         if not (path / MODEL_INDEX).is_file():
+            layout = layout_of()
+            if layout is not None and _has_components(path, layout):
+                return _unindexed(model_path, path, "local", layout)
             raise ModelNotFound(
                 f"model_path={model_path!r} has no {MODEL_INDEX}. {_what_it_is(path)}"
             )
         return _source(model_path, path, "local")
     if path.exists():
-        raise ModelNotFound(f"model_path={model_path!r} is a file. {_what_file(path)}")
+        return _one_file(model_path, path, layout_of)
     if _HUB_ID.fullmatch(model_path):
-        return _source(model_path, fetch_from_hub(model_path, revision), "hub")
+        return _from_hub(model_path, revision, layout_of)
     raise ModelNotFound(
         f"model_path={model_path!r}: no such folder, no bundled model and no hub id "
         f"(org/name).{did_you_mean(model_path, bundled)} Bundled: {', '.join(bundled) or 'none'}"
@@ -112,7 +146,43 @@ def _source(name: str, root: Path, kind: Kind) -> ModelSource:
     return ModelSource(name=name, root=root, model_index=read_model_index(root), kind=kind)
 
 
+def _unindexed(name: str, root: Path, kind: Kind, layout: Layout) -> ModelSource:
+    return ModelSource(name, root, {"_class_name": layout.pipeline}, kind, indexed=False)
+
+
+def _has_components(folder: Path, layout: Layout) -> bool:
+    return any((folder / name).is_dir() for name in layout.components)
+
+
+def _one_file(model_path: str, path: Path, layout_of: LayoutOf) -> ModelSource:
+    """A safetensors file as the denoiser's weights; its folder may hold the denoiser's config."""
+    layout = layout_of() if path.name.endswith(SUFFIX) else None
+    if layout is None:
+        raise ModelNotFound(f"model_path={model_path!r} is a file. {_what_file(path)}")
+    return ModelSource(
+        model_path,
+        path.parent,
+        {"_class_name": layout.pipeline},
+        "local",
+        indexed=False,
+        weights_files={layout.denoiser: path},
+    )
+
+
+def _from_hub(repo_id: str, revision: str | None, layout_of: LayoutOf) -> ModelSource:
+    layout = layout_of()
+    root = fetch_from_hub(repo_id, revision, None if layout is None else layout.components)
+    if layout is None or (root / MODEL_INDEX).is_file():
+        return _source(repo_id, root, "hub")
+    return _unindexed(repo_id, root, "hub", layout)
+
+
 def _what_file(path: Path) -> str:
+    if path.name.endswith(SUFFIX):
+        return (
+            "With --pipeline NAME (`sglang models` lists them) it is the weights of that "
+            "pipeline's transformer, and --component-paths.NAME gives the other components."
+        )
     if path.name == MODEL_INDEX:
         return f"Give its folder instead: {path.parent}"
     if path.name.endswith(PICKLE_SUFFIXES):

@@ -13,7 +13,6 @@ from sglang.multimodal_gen.registry import REGISTRY, ModelInfo
 from sglang.multimodal_gen.runtime.loader.model_source import (
     ModelSource,
     read_sampling_defaults,
-    resolve_model_source,
 )
 from sglang.multimodal_gen.runtime.managers.admission import admit
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, RequestControl
@@ -52,9 +51,7 @@ class ModelDescription:
             CheckpointError: a file of it is missing or damaged, or its ``sampling_params.json``
                 holds a bad value.
         """
-        model = server_args.model
-        source = resolve_model_source(model.model_path, model.revision)
-        info = REGISTRY.get_model_info(source)
+        source, info = REGISTRY.find(server_args.model)
         if isinstance(pipeline_config, PipelineConfig):
             config = pipeline_config
         elif not isinstance(pipeline_config, Mapping | None):

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang.multimodal_gen.runtime.models.external_packages import load_external_packages
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, PipelineDefinitionError
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
@@ -87,7 +88,7 @@ class _ModelRegistry:
             )
         with self._lock:
             self._scan()
-            if not overwrite and self.knows(model_arch):
+            if not overwrite and self._has(model_arch):
                 raise RegistrationError(
                     f"Model {model_arch!r} is already registered ({self._origin(model_arch)}); "
                     "pass overwrite=True to replace it."
@@ -104,7 +105,7 @@ class _ModelRegistry:
             Exception: whatever importing the class's module raises, unchanged.
         """
         wanted = [architectures] if isinstance(architectures, str) else list(architectures)
-        self._scan()
+        self._complete()
         for name in wanted:
             arch = self._aliases.get(name, name)
             entry = self._models.get(arch)
@@ -119,20 +120,28 @@ class _ModelRegistry:
         )
 
     def knows(self, architecture: str) -> bool:
-        """Whether a name is registered; imports nothing."""
-        self._scan()
-        return architecture in self._models or architecture in self._aliases
+        """Whether a name is registered; imports no model."""
+        self._complete()
+        return self._has(architecture)
 
     def get_supported_archs(self) -> list[str]:
         """All registered names, sorted, without aliases."""
-        self._scan()
+        self._complete()
         return sorted(self._models)
+
+    def _has(self, architecture: str) -> bool:
+        return architecture in self._models or architecture in self._aliases
 
     def _origin(self, name: str) -> str:
         entry = self._models[self._aliases.get(name, name)]
         if isinstance(entry, _Lazy):
             return str(entry)
         return f"{entry.__module__}:{entry.__qualname__}"
+
+    def _complete(self) -> None:
+        """Before a look-up: the built-in models, then those of external packages."""
+        self._scan()
+        load_external_packages()
 
     def _scan(self) -> None:
         """Fill in the built-in models, once."""

@@ -16,7 +16,11 @@ from sglang.multimodal_gen.runtime.loader.components import (
     read_component_configs,
     role_of,
 )
-from sglang.multimodal_gen.runtime.loader.model_source import ModelSource, resolve_model_source
+from sglang.multimodal_gen.runtime.loader.model_source import (
+    Layout,
+    ModelSource,
+    resolve_model_source,
+)
 from sglang.multimodal_gen.runtime.pipelines_core.executors.sync_executor import SyncExecutor
 from sglang.multimodal_gen.runtime.pipelines_core.link import link
 from sglang.multimodal_gen.runtime.pipelines_core.role import RoleType
@@ -69,7 +73,10 @@ class ComposedPipelineBase(ABC):
     _extra_config_module_map: ClassVar[dict[str, str]] = {}
     """Alias -> the component of ``model_index.json`` it stands for."""
     component_loaders: ClassVar[dict[str, type[ComponentLoader]]] = {}
-    """Loaders that differ from the default of the component's role, by component name."""
+    """Loaders that differ from the default of the component's role, by exact component name, an
+    alias where the pipeline uses one."""
+    default_component_configs: ClassVar[dict[str, dict[str, Any]]] = {}
+    """What ``config.json`` says, by component, for checkpoints that lack it (one bare file)."""
 
     def __init__(
         self,
@@ -131,7 +138,9 @@ class ComposedPipelineBase(ABC):
         """The arguments with the checkpoint's facts in their pipeline config; loads no weights."""
         config = server_args.pipeline_config
         assert config is not None
-        facts = read_component_configs(source, cls._index_names(), server_args)
+        facts = cls.default_component_configs | read_component_configs(
+            source, cls._index_names(), server_args
+        )
         return dataclasses.replace(server_args, pipeline_config=config.with_checkpoint(facts))
 
     @classmethod
@@ -140,17 +149,39 @@ class ComposedPipelineBase(ABC):
         names = cls._required_config_modules if names is None else names
         return {name: cls._extra_config_module_map.get(name, name) for name in names}
 
+    @classmethod
+    def checkpoint_layout(cls) -> Layout:
+        """What a checkpoint of this pipeline without ``model_index.json`` consists of."""
+        keys = dict.fromkeys(cls._index_names().values())
+        denoiser = cls._extra_config_module_map.get("transformer", "transformer")
+        return Layout(cls.pipeline_name, tuple(keys), denoiser)
+
+    def _check_loaders(self) -> None:
+        """A loader chosen for a name that no component has would be passed over in silence."""
+        known = {*self._required_config_modules, *self.required_config_modules}
+        known |= self._extra_config_module_map.keys()
+        for name in self.component_loaders:
+            if name not in known:
+                raise PipelineDefinitionError(
+                    f"{type(self).__name__}.component_loaders names {name!r}, which is no "
+                    f"component of it.{did_you_mean(name, known)} "
+                    f"It has: {', '.join(sorted(known))}"
+                )
+
     def _load_modules(
         self,
         given: Mapping[str, Any],
         source: ModelSource | None,
         progress: ProgressListener | None,
     ) -> None:
+        self._check_loaders()
         self.modules = dict(given)
         missing = [name for name in self.required_config_modules if name not in given]
         if missing:
             if source is None:
-                source = resolve_model_source(self.model_path, self.server_args.model.revision)
+                source = resolve_model_source(
+                    self.model_path, self.server_args.model.revision, self.checkpoint_layout
+                )
             self.server_args = self.bind_checkpoint(source, self.server_args)
             loaded = load_components(
                 source,
@@ -158,6 +189,7 @@ class ComposedPipelineBase(ABC):
                 self.server_args,
                 self.component_loaders,
                 progress,
+                self.default_component_configs,
             )
             self.modules |= {name: component.module for name, component in loaded.items()}
             for name, component in loaded.items():

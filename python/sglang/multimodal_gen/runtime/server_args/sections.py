@@ -27,6 +27,18 @@ class ModelArgs:
         "demo", help="A bundled model's name, a local folder, or a Hugging Face id."
     )
     revision: str | None = flag(None, help="Branch, tag or commit of a Hugging Face id.")
+    model_id: str | None = flag(
+        None,
+        help="Serve the model as this registered id ('sglang models' lists them), whatever its "
+        "path and files say.",
+    )
+    pipeline_class_name: str | None = flag(
+        None,
+        name="--pipeline",
+        aliases=("--pipeline-class-name",),
+        help="Serve the model with this registered pipeline. With it, --model-path may be one "
+        ".safetensors file: the weights of the pipeline's transformer.",
+    )
     precision: str = flag(
         "auto",
         choices=("auto", "config", *PRECISIONS),
@@ -37,6 +49,11 @@ class ModelArgs:
         default_factory=dict,
         help="Load component NAME (vae, transformer, ...) from another local folder.",
     )
+    component_weights_paths: Mapping[str, str] = flag(
+        default_factory=dict,
+        help="Take the weights of component NAME from another local safetensors file, index file "
+        "or folder; its config stays.",
+    )
     component_precisions: Mapping[str, str] = flag(
         default_factory=dict,
         choices=PRECISIONS,
@@ -46,10 +63,12 @@ class ModelArgs:
     def __post_init__(self) -> None:
         check_fields(self)
         _refuse_blank("model_path", self.model_path)
-        if self.revision is not None:
-            _refuse_blank("revision", self.revision)
-        for name, path in self.component_paths.items():
-            _refuse_blank(f"component_paths.{name}", path)
+        for field in ("revision", "model_id", "pipeline_class_name"):
+            if getattr(self, field) is not None:
+                _refuse_blank(field, getattr(self, field))
+        for field in ("component_paths", "component_weights_paths"):
+            for name, path in getattr(self, field).items():
+                _refuse_blank(f"{field}.{name}", path)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

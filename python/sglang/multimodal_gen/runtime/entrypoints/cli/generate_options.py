@@ -22,6 +22,7 @@ from sglang.multimodal_gen.runtime.entrypoints.cli.prompts import read_prompts
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.server_args.flags import Flag, check_fields, flag, flags_of
 from sglang.multimodal_gen.runtime.server_args.parser import FlagParser
+from sglang.multimodal_gen.runtime.server_args.sections import ModelArgs
 from sglang.multimodal_gen.runtime.server_args.server_args import server_flags
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, UserError
 
@@ -87,20 +88,19 @@ def read_options(argv: Sequence[str]) -> GenerateOptions | None:
     if "help" in first.said:
         _print_help(first)
         return None
-    model = first.server_args().model
-    sampling_cls = sampling_params_class(model.model_path, model.revision)
+    sampling_cls = sampling_params_class(first.server_args().model)
     return _CommandLine(sampling_cls, argv, unknown_allowed=False).options()
 
 
-def sampling_params_class(model_path: str, revision: str | None) -> type[SamplingParams]:
+def sampling_params_class(model: ModelArgs) -> type[SamplingParams]:
     """The sampling params of a model's family; the registry, and torch with it, is imported now.
 
     Raises:
-        ModelNotFound, CheckpointError: see `registry.get_model_info`.
+        ModelNotFound, CheckpointError, InvalidArgument: see `registry.Registry.find`.
     """
-    from sglang.multimodal_gen.registry import get_model_info
+    from sglang.multimodal_gen.registry import REGISTRY
 
-    return get_model_info(model_path, revision).sampling_param_cls
+    return REGISTRY.find(model)[1].sampling_param_cls
 
 
 class _CommandLine:
@@ -187,7 +187,7 @@ def _print_help(first: _CommandLine) -> None:
     parser = first.parser
     if path is not None:
         try:
-            family = sampling_params_class(path, vars(first.said).get("revision"))
+            family = sampling_params_class(first.server_args().model)
         except (UserError, CheckpointError) as error:
             parser.epilog = f"The flags of {path!r} are not listed: {error}"
         else:

@@ -28,6 +28,7 @@ from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 COMMANDS = {
     "generate": "make pictures from prompts",
     "models": "list the model families and paths known; explain a pipeline",
+    "new-model": "write the files of a new model family",
     "version": "print the versions of this package and of what it runs on",
 }
 _EXIT_FAILED = 1
@@ -82,7 +83,7 @@ def _dispatch(words: list[str]) -> int:
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS)
         raise UserError(f"there is no command {command!r}.{hint} Known: {', '.join(COMMANDS)}.")
-    module = importlib.import_module(f"{__package__}.{command}")
+    module = importlib.import_module(f"{__package__}.{command.replace('-', '_')}")
     return module.run(rest)
 
 

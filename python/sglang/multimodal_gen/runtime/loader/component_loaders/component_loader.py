@@ -6,6 +6,7 @@ import inspect
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,7 +46,9 @@ CONSTRUCTION_ERRORS = (
 class ComponentSpec:
     """One component to load: where it is, what ``model_index.json`` says, how it is wanted.
 
-    ``library`` and ``architecture`` are None for a component that the index does not name.
+    ``library`` and ``architecture`` are None for a component that neither the index nor its own
+    files name. ``weights`` is where its weights are, if not in its folder; ``default_config``
+    stands for its ``config.json`` where there is none.
     """
 
     name: str
@@ -54,6 +57,8 @@ class ComponentSpec:
     architecture: str | None
     precision: str
     device: str
+    weights: Path | None = None
+    default_config: Mapping[str, Any] | None = None
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -62,7 +67,10 @@ class ComponentSpec:
         Raises:
             CheckpointError: the file is absent or no JSON object.
         """
-        return read_json_object(self.path / "config.json")
+        path = self.path / "config.json"
+        if self.default_config is not None and not path.exists():
+            return dict(self.default_config)
+        return read_json_object(path)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -71,7 +79,7 @@ class ComponentSpec:
         Raises:
             CheckpointError: they are missing, damaged or ambiguous.
         """
-        return find_checkpoint(self.path)
+        return find_checkpoint(self.path if self.weights is None else self.weights)
 
     def require_folder(self) -> None:
         """Raise CheckpointError unless the folder is there."""

@@ -1,0 +1,249 @@
+"""A model is found: by path, id, pipeline's name, or because the user says what it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import EntryNotFoundError
+from safetensors.torch import save_file
+
+from sglang.multimodal_gen.configs.models import DiTConfig
+from sglang.multimodal_gen.registry import Registry
+from sglang.multimodal_gen.runtime.server_args.sections import ModelArgs
+from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, ModelNotFound
+
+from seed_samples import my_model
+
+ID = "my-org/custom-diffusion-model"
+
+
+class CustomPipeline(my_model.MyModelPipeline):
+    pipeline_name = "CustomPipeline"
+
+
+class OtherPipeline(my_model.MyModelPipeline):
+    pipeline_name = "OtherPipeline"
+    _required_config_modules = ["denoiser", "vae"]
+    _extra_config_module_map = {"denoiser": "transformer"}
+
+
+@dataclass
+class CustomConfig(my_model.MyModelPipelineConfig):
+    pass
+
+
+@dataclass
+class OtherConfig(my_model.MyModelPipelineConfig):
+    dit_config: DiTConfig = field(default_factory=DiTConfig)
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    """Two pipelines of another package, and no family of this one."""
+    (tmp_path / "empty_package").mkdir()
+    (tmp_path / "empty_package/__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = Registry(pipeline_package="empty_package", config_package="empty_package")
+    register(own, CustomPipeline, CustomConfig, hf_model_paths=[ID])
+    register(own, OtherPipeline, OtherConfig, hf_model_paths=["my-org/other"])
+    return own
+
+
+def register(registry: Registry, pipeline: Any, config: Any, **options: Any) -> None:
+    registry.register_pipeline(
+        pipeline,
+        sampling_param_cls=my_model.MyModelSamplingParams,
+        pipeline_config_cls=config,
+        **options,
+    )
+
+
+def folder(path: Path, class_name: str | None = None) -> Path:
+    """A checkpoint, with a model index if a pipeline is given."""
+    (path / "transformer").mkdir(parents=True)
+    if class_name is not None:
+        (path / "model_index.json").write_text(json.dumps({"_class_name": class_name}))
+    return path
+
+
+def find(registry: Registry, path: object, **model: Any) -> str:
+    """The name of the pipeline that serves a path."""
+    _, info = registry.find(ModelArgs(model_path=str(path), **model))
+    return info.pipeline_cls.pipeline_name
+
+
+def test_a_registered_id_without_a_model_index_is_a_folder_of_components(
+    registry: Registry, tmp_path: Path
+) -> None:
+    path = folder(tmp_path / "custom-diffusion-model")
+    source, info = registry.find(ModelArgs(model_path=str(path)))
+    assert info.pipeline_cls is CustomPipeline
+    assert info.pipeline_config_cls is CustomConfig
+    assert (source.root, source.class_name, source.indexed) == (path, "CustomPipeline", False)
+    assert source.components == {}
+
+
+def test_a_registered_folder_without_a_model_index(registry: Registry, tmp_path: Path) -> None:
+    path = folder(tmp_path / "a" / "b")
+    register(
+        registry, type("P", (CustomPipeline,), {"pipeline_name": "P"}), CustomConfig,
+        hf_model_paths=[str(path) + "/"],
+    )  # fmt: skip
+    assert find(registry, path) == "P"
+    assert find(registry, f"{path}/") == "P"
+
+
+def test_a_hub_snapshot_folder_of_a_registered_id(registry: Registry, tmp_path: Path) -> None:
+    path = folder(tmp_path / "models--my-org--custom-diffusion-model/snapshots/4d7a")
+    assert find(registry, path) == "CustomPipeline"
+
+
+def test_an_unregistered_folder_without_a_model_index_is_refused(
+    registry: Registry, tmp_path: Path
+) -> None:
+    path = folder(tmp_path / "x")
+    with pytest.raises(ModelNotFound, match=r"has no model_index\.json"):
+        find(registry, path)
+    assert find(registry, path, pipeline_class_name="OtherPipeline") == "OtherPipeline"
+    assert find(registry, path, model_id="my-org/other") == "OtherPipeline"
+
+
+def test_a_registered_name_on_a_folder_of_something_else_keeps_the_folders_hint(
+    registry: Registry, tmp_path: Path
+) -> None:
+    path = tmp_path / "custom-diffusion-model"
+    folder(path / "inner", "CustomPipeline")
+    with pytest.raises(ModelNotFound, match="Give the folder inside it instead"):
+        find(registry, path)
+
+
+def test_a_hub_id_without_a_model_index(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "snapshots" / ("4d7a" * 10)
+    asked: list[tuple[str | None, list[str]]] = []
+
+    def no_index(repo_id: str, filename: str, revision: str | None) -> str:
+        raise EntryNotFoundError("no such file")
+
+    def download(repo_id: str, revision: str | None, allow_patterns: list[str], **_: Any) -> str:
+        asked.append((revision, allow_patterns))
+        folder(snapshot) if not snapshot.exists() else None
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", no_index)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    source, info = registry.find(ModelArgs(model_path=ID, revision="v1"))
+    assert (source.kind, source.root, source.indexed) == ("hub", snapshot, False)
+    assert info.pipeline_cls is CustomPipeline
+    assert [revision for revision, _ in asked] == ["v1", snapshot.name]
+    assert {"transformer/*.safetensors", "tokenizer/*.json", "vae/*.json"} <= set(asked[1][1])
+    with pytest.raises(ModelNotFound, match=r"has no model_index\.json"):
+        registry.find(ModelArgs(model_path="my-org/unregistered"))
+
+
+def test_the_class_name_selects_a_pipeline_that_registered_no_id_and_no_detector(
+    registry: Registry, tmp_path: Path
+) -> None:
+    assert find(registry, folder(tmp_path / "x", "OtherPipeline")) == "OtherPipeline"
+
+
+def test_an_id_wins_over_the_class_name(registry: Registry, tmp_path: Path) -> None:
+    path = folder(tmp_path / "custom-diffusion-model", "OtherPipeline")
+    _, info = registry.find(ModelArgs(model_path=str(path)))
+    assert info.pipeline_config_cls is CustomConfig
+
+
+def test_variants_of_one_pipeline_are_told_apart_by_their_detectors(
+    registry: Registry, tmp_path: Path
+) -> None:
+    class Fast(CustomConfig):
+        pass
+
+    registry._family_pipelines = ("CustomPipeline",)
+    registry.register_configs(
+        my_model.MyModelSamplingParams, Fast, model_detectors=[lambda value: "fast" in value]
+    )
+    fast = folder(tmp_path / "a-fast-one", "CustomPipeline")
+    assert registry.find(ModelArgs(model_path=str(fast)))[1].pipeline_config_cls is Fast
+
+
+def test_two_variants_that_fit_equally_well_are_named_with_the_remedy(
+    registry: Registry, tmp_path: Path
+) -> None:
+    class Twin(CustomConfig):
+        pass
+
+    for config, path in ((CustomConfig, "o/a"), (Twin, "o/b")):
+        registry._family_pipelines = ("CustomPipeline",)
+        registry.register_configs(my_model.MyModelSamplingParams, config, hf_model_paths=[path])
+    path = folder(tmp_path / "x", "CustomPipeline")
+    with pytest.raises(ModelNotFound, match=r"CustomConfig and .*Twin; .*--model-id"):
+        find(registry, path)
+    _, info = registry.find(ModelArgs(model_path=str(path), model_id="o/b"))
+    assert info.pipeline_config_cls is Twin
+
+
+def test_the_pipeline_is_forced(registry: Registry, tmp_path: Path) -> None:
+    path = folder(tmp_path / "custom-diffusion-model", "CustomPipeline")
+    _, info = registry.find(ModelArgs(model_path=str(path), pipeline_class_name="OtherPipeline"))
+    assert (info.pipeline_cls, info.pipeline_config_cls) == (OtherPipeline, OtherConfig)
+
+
+def test_a_misspelt_pipeline_is_refused_before_the_model_is_looked_for(registry: Registry) -> None:
+    with pytest.raises(ModelNotFound, match="Did you mean 'OtherPipeline'"):
+        find(registry, "/nowhere", pipeline_class_name="OtherPipelin")
+
+
+def test_a_pipeline_without_settings_is_refused(registry: Registry, tmp_path: Path) -> None:
+    registry._pipelines["Bare"] = CustomPipeline
+    with pytest.raises(ModelNotFound, match="no settings were registered with it"):
+        find(registry, folder(tmp_path / "x", "Bare"), pipeline_class_name="Bare")
+
+
+@pytest.mark.parametrize("model_id", ["my-org/other", "MY-ORG/Other", "other", "elsewhere/other"])
+def test_the_model_id_overrides_detection(
+    registry: Registry, tmp_path: Path, model_id: str
+) -> None:
+    path = folder(tmp_path / "custom-diffusion-model", "Unknown")
+    assert find(registry, path, model_id=model_id) == "OtherPipeline"
+
+
+def test_an_unknown_model_id_is_refused(registry: Registry, tmp_path: Path) -> None:
+    path = folder(tmp_path / "x", "CustomPipeline")
+    with pytest.raises(InvalidArgument, match=f"model_id=.*Did you mean '{ID}'"):
+        find(registry, path, model_id="my-org/custom-difusion-model")
+
+
+def test_no_match_names_what_is_near_and_what_can_be_said(
+    registry: Registry, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelNotFound, match=r"Did you mean 'CustomPipeline'.*--pipeline NAME"):
+        find(registry, folder(tmp_path / "x", "CustomPipelin"))
+    with pytest.raises(ModelNotFound, match="Did you mean 'custom-diffusion-model'"):
+        find(registry, folder(tmp_path / "custom-diffusion-modl", "Q"))
+
+
+def test_one_file_is_the_denoisers_weights(registry: Registry, tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    save_file({"weight": torch.zeros(2)}, file)
+    with pytest.raises(ModelNotFound, match=r"With --pipeline NAME .* --component-paths"):
+        find(registry, file)
+    for pipeline in ("CustomPipeline", "OtherPipeline"):
+        source, _ = registry.find(ModelArgs(model_path=str(file), pipeline_class_name=pipeline))
+        assert source.weights_files == {"transformer": file}
+        assert source.class_name == pipeline
+
+
+def test_another_kind_of_file_is_refused_with_a_pipeline_too(
+    registry: Registry, tmp_path: Path
+) -> None:
+    (tmp_path / "weights.ckpt").touch()
+    with pytest.raises(ModelNotFound, match="Pickle checkpoints are refused"):
+        find(registry, tmp_path / "weights.ckpt", pipeline_class_name="CustomPipeline")

@@ -91,11 +91,14 @@ class SamplingParams(Sealable):
         return []
 
     @property
+    def video_paths(self) -> list[str]:
+        """The paths of input videos: of the field ``video_path``, where a family declares one."""
+        return _as_list(getattr(self, "video_path", None))
+
+    @property
     def prompts(self) -> list[str]:
         """The prompts as a list; empty when none was given."""
-        if self.prompt is None:
-            return []
-        return list(self.prompt) if isinstance(self.prompt, (list, tuple)) else [self.prompt]
+        return _as_list(self.prompt)
 
     @classmethod
     def field_names(cls) -> list[str]:
@@ -141,16 +144,18 @@ class ImageSamplingParams(SamplingParams):
     @property
     def image_paths(self) -> list[str]:
         """The paths of the input images, in order; empty when there are none."""
-        if self.image_path is None:
-            return []
-        if isinstance(self.image_path, (list, tuple)):
-            return list(self.image_path)
-        return [self.image_path]
+        return _as_list(self.image_path)
 
 
 def is_blank(text: str) -> bool:
     """Whether a text shows nothing: white space, control and zero-width characters only."""
     return all(c.isspace() or unicodedata.category(c) in ("Cc", "Cf") for c in text)
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _check_text(name: str, text: object) -> None:

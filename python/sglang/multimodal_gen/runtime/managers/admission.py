@@ -38,7 +38,11 @@ def admit(
     """
     params.check()
     prompts = _prompts(params)
-    task_type = config.resolve_task_type(params.task_type, has_image=bool(params.image_paths))
+    task_type = config.resolve_task_type(
+        params.task_type,
+        has_image=bool(params.image_paths),
+        has_video=bool(params.video_paths),
+    )
     height, width = _size(params, config)
     _check_text_length(params, config)
     seeds = _seeds(params, len(prompts))

@@ -57,6 +57,8 @@ class ModelDescription:
             config = info.pipeline_config_cls().with_settings(pipeline_config or {})
         args = dataclasses.replace(server_args, pipeline_config=config)
         args = info.pipeline_cls.bind_checkpoint(source, args)
+        assert args.pipeline_config is not None
+        args.pipeline_config.get_supported_task_types()  # a bad declaration ends here
         defaults = read_sampling_defaults(source.root)
         try:
             info.sampling_param_cls.from_values(defaults)

@@ -40,6 +40,10 @@ class ModelInfo:
     pipeline_cls: type[ComposedPipelineBase]
     sampling_param_cls: type[SamplingParams]
     pipeline_config_cls: type[PipelineConfig]
+    backend: str = "sglang"
+    """Who runs it: ``sglang`` (a native family) or ``diffusers``."""
+    notes: tuple[str, ...] = ()
+    """One sentence for each choice that was made for the caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,25 +177,36 @@ class Registry:
 
     # Finding them.
 
-    def get_model_info(self, source: ModelSource) -> ModelInfo:
+    def get_model_info(self, source: ModelSource, backend: str = "auto") -> ModelInfo:
         """The classes that serve a model.
 
         In this order: the exact id, a hub snapshot folder of that id, a folder named like it, then
-        detectors over the path and the ``_class_name``.
+        detectors over the path and the ``_class_name``. With ``backend="auto"``, what no family
+        matches is run by the Diffusers pipeline that it names; a family that matches is final.
 
         Raises:
             ModelNotFound: nothing matches, or two entries match equally well.
         """
+        if backend == "diffusers":
+            return _diffusers_info()
         self._discover()
         class_name = source.class_name
         entry = self._find_configs(source.name, class_name)
         name = _pipeline_of(entry, class_name)
         pipeline_cls = self._pipelines.get(name or "")
         if pipeline_cls is None or entry is None:
+            missing = f"no native family serves _class_name={class_name!r}"
+            if backend == "auto" and _diffusers_offers(class_name):
+                return _diffusers_info(f"backend diffusers: {missing} of {source.name}")
             known = sorted(self._pipelines)
+            hint = (
+                "Diffusers has no pipeline of that name either"
+                if backend == "auto"
+                else "The Diffusers pipeline of that name runs with --backend diffusers"
+            )
             raise ModelNotFound(
-                f"model_path={source.name!r}: no native family serves _class_name={class_name!r}."
-                f"{did_you_mean(class_name or '', known)} Native pipelines: {', '.join(known)}"
+                f"model_path={source.name!r}: {missing}.{did_you_mean(class_name or '', known)} "
+                f"Native pipelines: {', '.join(known)}. {hint}"
             )
         return ModelInfo(pipeline_cls, entry.sampling_param_cls, entry.pipeline_config_cls)
 
@@ -283,7 +298,9 @@ register_pipeline = REGISTRY.register_pipeline
 known_models = REGISTRY.known_models
 
 
-def get_model_info(model_path: str, revision: str | None = None) -> ModelInfo:
+def get_model_info(
+    model_path: str, revision: str | None = None, backend: str = "auto"
+) -> ModelInfo:
     """The classes that serve a model path, hub id or bundled name.
 
     Raises:
@@ -292,7 +309,7 @@ def get_model_info(model_path: str, revision: str | None = None) -> ModelInfo:
     """
     from sglang.multimodal_gen.runtime.loader.model_source import resolve_model_source
 
-    return REGISTRY.get_model_info(resolve_model_source(model_path, revision))
+    return REGISTRY.get_model_info(resolve_model_source(model_path, revision), backend)
 
 
 def explain(name: str) -> list[StageRow]:
@@ -349,6 +366,25 @@ class _Unloaded:
     """Stands for a component where a pipeline is only described."""
 
     name: str
+
+
+def _diffusers_info(*notes: str) -> ModelInfo:
+    # Imported here: the library costs seconds, and native families do not need its pipelines.
+    from sglang.multimodal_gen.runtime.diffusers_backend.diffusers_pipeline import DiffusersPipeline
+    from sglang.multimodal_gen.runtime.diffusers_backend.settings import (
+        DiffusersPipelineConfig,
+        DiffusersSamplingParams,
+    )
+
+    return ModelInfo(
+        DiffusersPipeline, DiffusersSamplingParams, DiffusersPipelineConfig, "diffusers", notes
+    )
+
+
+def _diffusers_offers(class_name: str | None) -> bool:
+    from sglang.multimodal_gen.runtime.diffusers_backend.call_signature import offers
+
+    return offers(class_name)
 
 
 def _short(path: str) -> str:

@@ -52,6 +52,7 @@ class FakeResult:
     )
     load_seconds: float = 0.75
     peak_memory_mb: float = 321.5
+    backend: str = "sglang"
 
 
 class FakeGenerator:
@@ -113,7 +114,7 @@ class Outcome:
 def generator(monkeypatch, tmp_path) -> Iterator[FakeGenerator]:
     """The fake behind ``sglang generate``, which runs in an empty folder."""
 
-    def family(model_path: str, revision: str | None) -> type[ImageSamplingParams]:
+    def family(model_path: str, revision: str | None, backend: str) -> type[ImageSamplingParams]:
         if model_path not in FAMILIES:
             raise ModelNotFound(f"model_path={model_path!r} does not exist.")
         return FAMILIES[model_path]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
     from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 
 __all__ = ["ImagePipelineConfig", "ModelTaskType", "PipelineConfig"]
@@ -42,6 +43,9 @@ class PipelineConfig(Sealable):
     """
 
     supported_task_types: ClassVar[tuple[ModelTaskType, ...] | None] = None
+    opaque: ClassVar[bool] = False
+    """The pipeline is another library's from end to end: it checks sizes and reads guidance itself,
+    and a setting that is left out (None) is its to choose."""
 
     task_type: ModelTaskType = ModelTaskType.T2I
     should_use_guidance: bool = True
@@ -193,6 +197,9 @@ class PipelineConfig(Sealable):
             raise InvalidRequest("video_path", "given", f"task {task.name} takes no input video")
 
     # Hooks. At most ten: a reader must be able to hold them.
+
+    def check_request(self, params: SamplingParams) -> None:
+        """Refuse (`InvalidRequest`) what only this pipeline cannot do; admission asks first."""
 
     def prepare_model_state(self, batch: Req, transformer: Any) -> object | None:
         """What the denoiser needs on every step and that no step changes; kept on the request."""

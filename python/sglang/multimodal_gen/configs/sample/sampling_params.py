@@ -73,9 +73,11 @@ class SamplingParams(Sealable):
         _check_seed(self.seed)
         _check_number("num_outputs_per_prompt", self.num_outputs_per_prompt, int, low=1,
                       high=MAX_OUTPUTS)  # fmt: skip
-        _check_number("num_inference_steps", self.num_inference_steps, int, low=1,
-                      high=MAX_INFERENCE_STEPS)  # fmt: skip
-        _check_number("guidance_scale", self.guidance_scale, float, low=0)
+        if not self._left_to_pipeline("num_inference_steps"):
+            _check_number("num_inference_steps", self.num_inference_steps, int, low=1,
+                          high=MAX_INFERENCE_STEPS)  # fmt: skip
+        if not self._left_to_pipeline("guidance_scale"):
+            _check_number("guidance_scale", self.guidance_scale, float, low=0)
         for name in ("height", "width", "max_sequence_length"):
             _check_optional(name, getattr(self, name), int, low=1, high=MAX_COUNT)
         _check_optional("true_cfg_scale", self.true_cfg_scale, float, low=0)
@@ -84,6 +86,10 @@ class SamplingParams(Sealable):
                 ModelTaskType.parse(self.task_type)
             except ValueError as error:
                 raise InvalidRequest("task_type", self.task_type, str(error)) from None
+
+    def _left_to_pipeline(self, name: str) -> bool:
+        """Whether a number is left out, in a class whose default for it is to leave it out."""
+        return getattr(self, name) is None and getattr(type(self), name) is None
 
     @property
     def image_paths(self) -> list[str]:

@@ -59,7 +59,8 @@ class GenerationResult(Sequence[GeneratedImage]):
     """The pictures of one call, in order: a sequence, with what the call cost.
 
     ``timings`` are seconds by stage summed over batches; ``peak_memory_mb`` is the device's peak in
-    MiB (CPU: the process's); ``parameters`` are the settings that were in force.
+    MiB (CPU: the process's); ``parameters`` are the settings that were in force; ``backend`` is who
+    ran the model, ``sglang`` or ``diffusers``.
     """
 
     images: list[GeneratedImage]
@@ -69,6 +70,7 @@ class GenerationResult(Sequence[GeneratedImage]):
     warnings: list[str]
     model: str
     parameters: dict[str, Any]
+    backend: str = "sglang"
 
     def __len__(self) -> int:
         return len(self.images)
@@ -151,7 +153,8 @@ class DiffGenerator:
         if before_loading is not None:
             before_loading(model)
         worker = Worker(model, progress=progress)
-        return cls(worker, notes=resolution.notes, load_seconds=time.perf_counter() - start)
+        notes = (*resolution.notes, *model.info.notes)
+        return cls(worker, notes=notes, load_seconds=time.perf_counter() - start)
 
     def generate(
         self,
@@ -185,7 +188,7 @@ class DiffGenerator:
             outputs = [worker.run(counter.watch(i, batch)) for i, batch in enumerate(batches)]
         except CallbackFailed as error:
             raise error.cause from None
-        return _merge(outputs, batches[0].request, worker.model.source.name, self.load_seconds)
+        return _merge(outputs, batches[0].request, worker.model, self.load_seconds)
 
     @property
     def pipeline(self) -> ComposedPipelineBase:
@@ -242,7 +245,10 @@ class _WholeCallProgress:
 
 
 def _merge(
-    outputs: Sequence[OutputBatch], params: SamplingParams, model: str, load_seconds: float
+    outputs: Sequence[OutputBatch],
+    params: SamplingParams,
+    model: ModelDescription,
+    load_seconds: float,
 ) -> GenerationResult:
     images, timings, warnings = [], {}, []
     for output in outputs:
@@ -260,8 +266,9 @@ def _merge(
         load_seconds=load_seconds,
         peak_memory_mb=max(output.peak_memory_mb for output in outputs),
         warnings=warnings,
-        model=model,
+        model=model.source.name,
         parameters=_parameters(params),
+        backend=model.info.backend,
     )
 
 

@@ -50,12 +50,13 @@ class ModelDescription:
         """
         model = server_args.model
         source = resolve_model_source(model.model_path, model.revision)
-        info = REGISTRY.get_model_info(source)
+        info = REGISTRY.get_model_info(source, model.backend)
+        model = dataclasses.replace(model, backend=info.backend)
         if isinstance(pipeline_config, PipelineConfig):
             config = pipeline_config
         else:
             config = info.pipeline_config_cls().with_settings(pipeline_config or {})
-        args = dataclasses.replace(server_args, pipeline_config=config)
+        args = dataclasses.replace(server_args, model=model, pipeline_config=config)
         args = info.pipeline_cls.bind_checkpoint(source, args)
         assert args.pipeline_config is not None
         args.pipeline_config.get_supported_task_types()  # a bad declaration ends here

@@ -16,6 +16,7 @@ from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 from sglang.multimodal_gen.runtime.utils.precision import PRECISIONS
 
 Device = Literal["auto", "cpu", "cuda"]
+Backend = Literal["auto", "sglang", "diffusers"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -27,6 +28,11 @@ class ModelArgs:
         "demo", help="A bundled model's name, a local folder, or a Hugging Face id."
     )
     revision: str | None = flag(None, help="Branch, tag or commit of a Hugging Face id.")
+    backend: Backend = flag(
+        "auto",
+        help="What runs the model: 'sglang' is a native family, 'diffusers' the pipeline of that "
+        "library; 'auto' is the family, and Diffusers where there is none.",
+    )
     precision: str = flag(
         "auto",
         choices=("auto", "config", *PRECISIONS),

@@ -89,11 +89,13 @@ def read_options(argv: Sequence[str]) -> GenerateOptions | None:
         _print_help(first)
         return None
     model = first.server_args().model
-    sampling_cls = sampling_params_class(model.model_path, model.revision)
+    sampling_cls = sampling_params_class(model.model_path, model.revision, model.backend)
     return _CommandLine(sampling_cls, argv, unknown_allowed=False).options()
 
 
-def sampling_params_class(model_path: str, revision: str | None) -> type[SamplingParams]:
+def sampling_params_class(
+    model_path: str, revision: str | None, backend: str = "auto"
+) -> type[SamplingParams]:
     """The sampling params of a model's family; the registry, and torch with it, is imported now.
 
     Raises:
@@ -101,7 +103,7 @@ def sampling_params_class(model_path: str, revision: str | None) -> type[Samplin
     """
     from sglang.multimodal_gen.registry import get_model_info
 
-    return get_model_info(model_path, revision).sampling_param_cls
+    return get_model_info(model_path, revision, backend).sampling_param_cls
 
 
 class _CommandLine:
@@ -189,7 +191,8 @@ def _print_help(first: _CommandLine) -> None:
     parser = first.parser
     if path is not None:
         try:
-            family = sampling_params_class(path, vars(first.said).get("revision"))
+            model = first.server_args().model
+            family = sampling_params_class(path, model.revision, model.backend)
         except (UserError, CheckpointError) as error:
             parser.epilog = f"The flags of {path!r} are not listed: {error}"
         else:

@@ -126,6 +126,28 @@ def test_requests_in_a_row_do_not_influence_each_other(unet):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_the_pipelines_own_scheduler_is_never_touched(unet):
+    pipeline = unet.pipeline.get_module("pipeline")
+    scheduler = pipeline.scheduler
+    assert scheduler.num_inference_steps is None
+    unet.generate(seed=1, **SMALL)
+    with pytest.raises(InvalidRequest):
+        unet.generate(seed=1, **(SMALL | {"height": 15}))
+    assert pipeline.scheduler is scheduler
+    assert scheduler.num_inference_steps is None
+
+
+def test_what_draws_from_the_global_random_state_heeds_the_seed_too(unet):
+    unet.pipeline.get_module("unet").register_forward_pre_hook(
+        lambda module, args: (args[0] + torch.randn_like(args[0]), *args[1:])
+    )
+    pictures = []
+    for state in (11, 12):  # whatever the caller's own random state is
+        torch.manual_seed(state)
+        pictures.append(unet.generate(seed=1, **SMALL)[0].array)
+    assert (pictures[0] == pictures[1]).all()
+
+
 def test_images_of_a_batch_are_those_made_alone(opened):
     generator = opened("unet-ancestral", batching_max_size=3)
     calls = []
@@ -272,7 +294,8 @@ def test_what_the_library_says_is_a_warning_of_the_result(unet, capfd):
     assert any("truncated" in warning for warning in result.warnings)
     assert not unet.generate(seed=1, **SMALL).warnings
     assert "truncated" not in capfd.readouterr().err
-    assert logging.getLogger("diffusers").handlers
+    for name in ("diffusers", "transformers"):
+        assert not [h for h in logging.getLogger(name).handlers if "Collector" in type(h).__name__]
 
 
 def test_auto_prefers_the_native_family_and_says_so_when_there_is_none(tiny):

@@ -44,6 +44,10 @@ class ModelInfo:
     pipeline_cls: type[ComposedPipelineBase]
     sampling_param_cls: type[SamplingParams]
     pipeline_config_cls: type[PipelineConfig]
+    backend: str = "sglang"
+    """Who runs it: ``sglang`` (a native family) or ``diffusers``."""
+    notes: tuple[str, ...] = ()
+    """One sentence for each choice that was made for the caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,41 +204,45 @@ class Registry:
         if pipeline is not None:
             self.get_pipeline_class(pipeline)  # a misspelt name, before a download
         source = resolve_model_source(model.model_path, model.revision, layout)
-        return source, self.get_model_info(source, pipeline=pipeline, model_id=model_id)
+        info = self.get_model_info(source, model.backend, pipeline=pipeline, model_id=model_id)
+        return source, info
 
     def get_model_info(
-        self, source: ModelSource, *, pipeline: str | None = None, model_id: str | None = None
+        self,
+        source: ModelSource,
+        backend: str = "auto",
+        *,
+        pipeline: str | None = None,
+        model_id: str | None = None,
     ) -> ModelInfo:
         """The classes that serve a model.
 
         In this order: the exact path or id, a hub snapshot folder of a registered id, a folder
         named like one, the ``_class_name``, then detectors over the ``_class_name`` and the path.
         ``pipeline`` names the pipeline instead; ``model_id`` is a registered id that is looked up
-        instead of the path.
+        instead of the path. With ``backend="auto"``, what no family matches is run by the Diffusers
+        pipeline that it names; a family that matches is final.
 
         Raises:
             ModelNotFound: nothing matches, or two entries match equally well.
             InvalidArgument: ``model_id`` is not registered.
         """
+        if backend == "diffusers":
+            return _diffusers_info()
         self._ready()
         if model_id is not None:
             entry = self._by_id(model_id)
         elif pipeline is not None:
-            pipeline_cls = self.get_pipeline_class(pipeline)
-            own = [e for e in self._configs if pipeline in e.pipeline_names]
-            entry = self._find_configs(source.name, pipeline, own)
-            if entry is None:
-                raise ModelNotFound(
-                    f"pipeline {pipeline!r} ({pipeline_cls.__module__}) is known, but no settings "
-                    "were registered with it: use register_pipeline, or register_configs in its "
-                    "family's register()"
-                )
+            entry = self._configs_of_pipeline(source, pipeline)
         else:
             entry = self._find_configs(source.name, source.class_name, self._configs)
         name = pipeline or _pipeline_of(entry, source.class_name)
         pipeline_cls = self._pipelines.get(name or "")
         if pipeline_cls is None or entry is None:
-            raise ModelNotFound(self._nothing_serves(source))
+            if backend == "auto" and _diffusers_offers(source.class_name):
+                missing = f"no native family serves _class_name={source.class_name!r}"
+                return _diffusers_info(f"backend diffusers: {missing} of {source.name}")
+            raise ModelNotFound(self._nothing_serves(source, backend))
         return ModelInfo(pipeline_cls, entry.sampling_param_cls, entry.pipeline_config_cls)
 
     def _find_configs(
@@ -280,7 +288,20 @@ class Registry:
             entry = _choose(self._configs, _id_tests(path), path, None)
         return _pipeline_of(entry, None)
 
-    def _nothing_serves(self, source: ModelSource) -> str:
+    def _configs_of_pipeline(self, source: ModelSource, pipeline: str) -> _Configs:
+        """The settings registered with a pipeline that was asked for by name."""
+        pipeline_cls = self.get_pipeline_class(pipeline)
+        own = [e for e in self._configs if pipeline in e.pipeline_names]
+        entry = self._find_configs(source.name, pipeline, own)
+        if entry is None:
+            raise ModelNotFound(
+                f"pipeline {pipeline!r} ({pipeline_cls.__module__}) is known, but no settings were "
+                "registered with it: use register_pipeline, or register_configs in its family's "
+                "register()"
+            )
+        return entry
+
+    def _nothing_serves(self, source: ModelSource, backend: str) -> str:
         known = sorted(self._pipelines)
         ids = {_short(path): path for entry in self._configs for path in entry.paths}
         near = did_you_mean(source.class_name or "", known)
@@ -288,7 +309,12 @@ class Registry:
         return (
             f"model_path={source.name!r}: no native family serves "
             f"_class_name={source.class_name!r}.{near} Native pipelines: {', '.join(known)}. "
-            "--pipeline NAME or --model-id ID chooses one for a checkpoint that does not say it."
+            "--pipeline NAME or --model-id ID chooses one for a checkpoint that does not say it. "
+            + (
+                "Diffusers has no pipeline of that name either."
+                if backend == "auto"
+                else "The Diffusers pipeline of that name runs with --backend diffusers."
+            )
         )
 
     def get_pipeline_class(self, name: str) -> type[ComposedPipelineBase]:
@@ -366,6 +392,7 @@ known_models = REGISTRY.known_models
 def get_model_info(
     model_path: str,
     revision: str | None = None,
+    backend: str = "auto",
     *,
     pipeline: str | None = None,
     model_id: str | None = None,
@@ -376,10 +403,16 @@ def get_model_info(
         ModelNotFound: the path leads nowhere, or no family serves what is there.
         CheckpointError: the folder is no usable checkpoint.
     """
-    model = ModelArgs(
-        model_path=model_path, revision=revision, pipeline_class_name=pipeline, model_id=model_id
+    from sglang.multimodal_gen.runtime.server_args import ServerArgs
+
+    args = ServerArgs.from_flat(
+        model_path=model_path,
+        revision=revision,
+        backend=backend,
+        pipeline_class_name=pipeline,
+        model_id=model_id,
     )
-    return REGISTRY.find(model)[1]
+    return REGISTRY.find(args.model)[1]
 
 
 def explain(name: str) -> list[StageRow]:
@@ -436,6 +469,25 @@ class _Unloaded:
     """Stands for a component where a pipeline is only described."""
 
     name: str
+
+
+def _diffusers_info(*notes: str) -> ModelInfo:
+    # Imported here: the library costs seconds, and native families do not need its pipelines.
+    from sglang.multimodal_gen.runtime.diffusers_backend.diffusers_pipeline import DiffusersPipeline
+    from sglang.multimodal_gen.runtime.diffusers_backend.settings import (
+        DiffusersPipelineConfig,
+        DiffusersSamplingParams,
+    )
+
+    return ModelInfo(
+        DiffusersPipeline, DiffusersSamplingParams, DiffusersPipelineConfig, "diffusers", notes
+    )
+
+
+def _diffusers_offers(class_name: str | None) -> bool:
+    from sglang.multimodal_gen.runtime.diffusers_backend.call_signature import offers
+
+    return offers(class_name)
 
 
 def _short(path: str) -> str:

@@ -58,3 +58,38 @@ class ModelTaskType(Enum):
         """Whether a request may carry an input image."""
         optional = (ModelTaskType.TI2I, ModelTaskType.TI2V, ModelTaskType.VLA_ACTION)
         return self.requires_image_input or self in optional
+
+    @property
+    def requires_video_input(self) -> bool:
+        """Whether a request without an input video makes no sense."""
+        return self in (ModelTaskType.V2V, ModelTaskType.F2V)
+
+    @property
+    def accepts_video_input(self) -> bool:
+        """Whether a request may carry an input video: no task takes one at will."""
+        return self.requires_video_input
+
+    @property
+    def is_image_gen(self) -> bool:
+        """Whether pictures come out."""
+        return self.data_type() is DataType.IMAGE
+
+    @property
+    def is_video_gen(self) -> bool:
+        """Whether video comes out."""
+        return self.data_type() is DataType.VIDEO
+
+    @property
+    def is_visual_gen(self) -> bool:
+        """Whether pictures or video come out."""
+        return self.is_image_gen or self.is_video_gen
+
+    @property
+    def is_mesh_gen(self) -> bool:
+        """Whether a mesh comes out."""
+        return self.data_type() is DataType.MESH
+
+    @property
+    def is_action_gen(self) -> bool:
+        """Whether robot actions come out."""
+        return self.data_type() is DataType.ACTION

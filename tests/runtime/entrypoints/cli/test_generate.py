@@ -63,6 +63,7 @@ def test_json_is_one_line_and_the_only_output(generator, sglang):
         "peak_memory_mb": 321.5,
         "warnings": ["cut"],
         "model": "demo",
+        "backend": "sglang",
         "parameters": {"num_inference_steps": 3},
     }
     assert "warning: cut" in outcome.err

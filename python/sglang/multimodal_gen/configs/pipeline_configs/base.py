@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
     from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 
 __all__ = ["ImagePipelineConfig", "ModelTaskType", "PipelineConfig"]
@@ -43,6 +44,9 @@ class PipelineConfig(Sealable):
     """
 
     supported_task_types: ClassVar[tuple[ModelTaskType, ...] | None] = None
+    opaque: ClassVar[bool] = False
+    """The pipeline is another library's from end to end: it checks sizes and reads guidance itself,
+    and a setting that is left out (None) is its to choose."""
 
     task_type: ModelTaskType = ModelTaskType.T2I
     should_use_guidance: bool = True
@@ -127,14 +131,16 @@ class PipelineConfig(Sealable):
             PipelineDefinitionError: the declaration is empty, repeats itself or lacks the default.
         """
         declared = self.supported_task_types
-        if declared is None:
-            return (self.task_type,)
-        if not declared or len(set(declared)) < len(declared) or self.task_type not in declared:
-            raise PipelineDefinitionError(
-                f"{type(self).__name__}.supported_task_types must be nonempty, unique, and include "
-                f"the default task_type {self.task_type.name}"
-            )
-        return declared
+        return _sound(self, (self.task_type,) if declared is None else declared)
+
+    @property
+    def declares_task_types(self) -> bool:
+        """Whether this class says which tasks it serves, and not only its default task."""
+        overridden = type(self).get_supported_task_types
+        return (
+            self.supported_task_types is not None
+            or overridden is not PipelineConfig.get_supported_task_types
+        )
 
     def resolve_task_type(
         self,
@@ -142,26 +148,34 @@ class PipelineConfig(Sealable):
         *,
         data_type: DataType | None = None,
         has_image: bool = False,
+        has_video: bool = False,
     ) -> ModelTaskType:
         """The task of a request, from what it asks for and what it brings.
 
+        Without ``requested``: the default if it fits output and inputs, else the only one that
+        does; where no ``data_type`` is asked for, those with the default's output go first.
+
         Raises:
             InvalidRequest: the task is not served, does not fit the inputs, or must be named.
+            PipelineDefinitionError: the tasks this pipeline declares are no sound declaration.
         """
-        supported = self.get_supported_task_types()
+        supported = _sound(self, self.get_supported_task_types())
         names = ", ".join(t.name for t in supported)
         if requested is not None:
-            task = ModelTaskType.parse(requested)
+            try:
+                task = ModelTaskType.parse(requested)
+            except ValueError as error:
+                raise InvalidRequest("task_type", requested, str(error)) from None
             if task not in supported:
                 raise InvalidRequest("task_type", task.name, f"this pipeline serves {names}")
             if data_type not in (None, task.data_type()):
                 problem = f"makes {task.data_type().name}, and {data_type.name} is asked for here"
                 raise InvalidRequest("task_type", task.name, problem)
-            _check_task_inputs(task, has_image)
+            self._check_task_inputs(task, has_image, has_video)
             return task
         candidates = [t for t in supported if data_type in (None, t.data_type())]
         if len(candidates) > 1:
-            candidates = [t for t in candidates if _fits(t, has_image)]
+            candidates = [t for t in candidates if _fits(t, has_image, has_video)]
             same_output = [t for t in candidates if t.data_type() is self.task_type.data_type()]
             if self.task_type in candidates:
                 candidates = [self.task_type]
@@ -171,10 +185,28 @@ class PipelineConfig(Sealable):
             fitting = ", ".join(t.name for t in candidates) or "none"
             problem = f"name the task of this request; it fits {fitting} of {names}"
             raise InvalidRequest("task_type", None, problem)
-        _check_task_inputs(candidates[0], has_image)
+        self._check_task_inputs(candidates[0], has_image, has_video)
         return candidates[0]
 
+    def _check_task_inputs(self, task: ModelTaskType, has_image: bool, has_video: bool) -> None:
+        """Refuse inputs that a task lacks or does not take.
+
+        A pipeline that declares no tasks may take a video in its own way (the porters' contract),
+        so there a surplus video is the pipeline's to refuse.
+        """
+        if task.requires_image_input and not has_image:
+            raise InvalidRequest("image_path", None, f"task {task.name} needs an input image")
+        if has_image and not task.accepts_image_input:
+            raise InvalidRequest("image_path", "given", f"task {task.name} takes no input image")
+        if task.requires_video_input and not has_video:
+            raise InvalidRequest("video_path", None, f"task {task.name} needs an input video")
+        if has_video and not task.accepts_video_input and self.declares_task_types:
+            raise InvalidRequest("video_path", "given", f"task {task.name} takes no input video")
+
     # Hooks. At most ten: a reader must be able to hold them.
+
+    def check_request(self, params: SamplingParams) -> None:
+        """Refuse (`InvalidRequest`) what only this pipeline cannot do; admission asks first."""
 
     def prepare_model_state(self, batch: Req, transformer: Any) -> object | None:
         """What the denoiser needs on every step and that no step changes; kept on the request."""
@@ -300,12 +332,17 @@ def get_request_task_type(batch: Req, pipeline_config: PipelineConfig) -> ModelT
     return pipeline_config.task_type if batch.task_type is None else batch.task_type
 
 
-def _fits(task: ModelTaskType, has_image: bool) -> bool:
-    return task.accepts_image_input if has_image else not task.requires_image_input
+def _fits(task: ModelTaskType, has_image: bool, has_video: bool) -> bool:
+    image = task.accepts_image_input if has_image else not task.requires_image_input
+    return image and (task.accepts_video_input if has_video else not task.requires_video_input)
 
 
-def _check_task_inputs(task: ModelTaskType, has_image: bool) -> None:
-    if task.requires_image_input and not has_image:
-        raise InvalidRequest("image_path", None, f"task {task.name} needs an input image")
-    if has_image and not task.accepts_image_input:
-        raise InvalidRequest("image_path", "given", f"task {task.name} takes no input image")
+def _sound(config: PipelineConfig, tasks: tuple[ModelTaskType, ...]) -> tuple[ModelTaskType, ...]:
+    """The tasks that a pipeline declares, if the declaration keeps its three rules."""
+    if not tasks or len(set(tasks)) < len(tasks) or config.task_type not in tasks:
+        default = getattr(config.task_type, "name", config.task_type)
+        raise PipelineDefinitionError(
+            f"{type(config).__name__}.supported_task_types must be nonempty, unique, and include "
+            f"the default task_type {default}"
+        )
+    return tasks

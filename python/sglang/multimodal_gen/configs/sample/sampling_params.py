@@ -74,9 +74,11 @@ class SamplingParams(Sealable):
         _check_seed(self.seed)
         _check_number("num_outputs_per_prompt", self.num_outputs_per_prompt, int, low=1,
                       high=MAX_OUTPUTS)  # fmt: skip
-        _check_number("num_inference_steps", self.num_inference_steps, int, low=1,
-                      high=MAX_INFERENCE_STEPS)  # fmt: skip
-        _check_number("guidance_scale", self.guidance_scale, float, low=0, high=MAX_GUIDANCE)
+        if not self._left_to_pipeline("num_inference_steps"):
+            _check_number("num_inference_steps", self.num_inference_steps, int, low=1,
+                          high=MAX_INFERENCE_STEPS)  # fmt: skip
+        if not self._left_to_pipeline("guidance_scale"):
+            _check_number("guidance_scale", self.guidance_scale, float, low=0, high=MAX_GUIDANCE)
         for name in ("height", "width", "max_sequence_length"):
             _check_optional(name, getattr(self, name), int, low=1, high=MAX_COUNT)
         _check_optional("true_cfg_scale", self.true_cfg_scale, float, low=0, high=MAX_GUIDANCE)
@@ -86,17 +88,24 @@ class SamplingParams(Sealable):
             except ValueError as error:
                 raise InvalidRequest("task_type", self.task_type, str(error)) from None
 
+    def _left_to_pipeline(self, name: str) -> bool:
+        """Whether a number is left out, in a class whose default for it is to leave it out."""
+        return getattr(self, name) is None and getattr(type(self), name) is None
+
     @property
     def image_paths(self) -> list[str]:
         """The paths of input images; families that take some have a field for them."""
         return []
 
     @property
+    def video_paths(self) -> list[str]:
+        """The paths of input videos: of the field ``video_path``, where a family declares one."""
+        return _as_list(getattr(self, "video_path", None))
+
+    @property
     def prompts(self) -> list[str]:
         """The prompts as a list; empty when none was given."""
-        if self.prompt is None:
-            return []
-        return list(self.prompt) if isinstance(self.prompt, (list, tuple)) else [self.prompt]
+        return _as_list(self.prompt)
 
     @classmethod
     def field_names(cls) -> list[str]:
@@ -142,16 +151,18 @@ class ImageSamplingParams(SamplingParams):
     @property
     def image_paths(self) -> list[str]:
         """The paths of the input images, in order; empty when there are none."""
-        if self.image_path is None:
-            return []
-        if isinstance(self.image_path, (list, tuple)):
-            return list(self.image_path)
-        return [self.image_path]
+        return _as_list(self.image_path)
 
 
 def is_blank(text: str) -> bool:
     """Whether a text shows nothing: white space, control and zero-width characters only."""
     return all(c.isspace() or unicodedata.category(c) in ("Cc", "Cf") for c in text)
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _check_text(name: str, text: object) -> None:

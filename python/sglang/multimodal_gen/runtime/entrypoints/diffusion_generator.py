@@ -60,7 +60,8 @@ class GenerationResult(Sequence[GeneratedImage]):
     """The pictures of one call, in order: a sequence, with what the call cost.
 
     ``timings`` are seconds by stage summed over batches; ``peak_memory_mb`` is the device's peak in
-    MiB (CPU: the process's); ``parameters`` are the settings that were in force.
+    MiB (CPU: the process's); ``parameters`` are the settings that were in force; ``backend`` is who
+    ran the model, ``sglang`` or ``diffusers``.
     """
 
     images: list[GeneratedImage]
@@ -70,6 +71,7 @@ class GenerationResult(Sequence[GeneratedImage]):
     warnings: list[str]
     model: str
     parameters: dict[str, Any]
+    backend: str = "sglang"
 
     def __len__(self) -> int:
         return len(self.images)
@@ -153,7 +155,8 @@ class DiffGenerator:
         if before_loading is not None:
             before_loading(model)
         worker = Worker(model, progress=progress)
-        return cls(worker, notes=resolution.notes, load_seconds=time.perf_counter() - start)
+        notes = (*resolution.notes, *model.info.notes)
+        return cls(worker, notes=notes, load_seconds=time.perf_counter() - start)
 
     def generate(
         self,
@@ -217,7 +220,7 @@ class DiffGenerator:
                 output = worker.run(counter.watch(index, batch))
             except CallbackFailed as error:
                 raise error.cause from None
-            yield _result(output, batch.request, worker.model.source.name, self.load_seconds)
+            yield _result(output, batch.request, worker.model, self.load_seconds)
 
     @property
     def pipeline(self) -> ComposedPipelineBase:
@@ -289,7 +292,7 @@ def merge_results(parts: Sequence[GenerationResult]) -> GenerationResult:
 
 
 def _result(
-    output: OutputBatch, params: SamplingParams, model: str, load_seconds: float
+    output: OutputBatch, params: SamplingParams, model: ModelDescription, load_seconds: float
 ) -> GenerationResult:
     pixels = (output.output * 255).round().byte().permute(0, 2, 3, 1).numpy()
     return GenerationResult(
@@ -301,8 +304,9 @@ def _result(
         load_seconds=load_seconds,
         peak_memory_mb=output.peak_memory_mb,
         warnings=output.warnings,
-        model=model,
+        model=model.source.name,
         parameters=_parameters(params),
+        backend=model.info.backend,
     )
 
 

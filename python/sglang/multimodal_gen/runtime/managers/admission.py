@@ -37,8 +37,13 @@ def admit(
         InvalidRequest: a setting does not fit the model; names field, value and remedy.
     """
     params.check()
+    config.check_request(params)
     prompts = _prompts(params)
-    task_type = config.resolve_task_type(params.task_type, has_image=bool(params.image_paths))
+    task_type = config.resolve_task_type(
+        params.task_type,
+        has_image=bool(params.image_paths),
+        has_video=bool(params.video_paths),
+    )
     height, width = _size(params, config)
     _check_text_length(params, config)
     seeds = _seeds(params, len(prompts))
@@ -60,10 +65,10 @@ def admit(
             prompt=prompts[start : start + batching_max_size],
             negative_prompt=_negatives(params, len(prompts[start : start + batching_max_size])),
             seeds=seeds[start : start + batching_max_size],
-            height=height,
-            width=width,
-            num_inference_steps=int(params.num_inference_steps),
-            guidance_scale=float(params.guidance_scale),
+            height=int(_open_as_zero(height)),
+            width=int(_open_as_zero(width)),
+            num_inference_steps=int(_open_as_zero(params.num_inference_steps)),
+            guidance_scale=float(_open_as_zero(params.guidance_scale)),
             true_cfg_scale=1.0 if scale is None else scale,
             do_classifier_free_guidance=scale is not None,
             max_sequence_length=params.max_sequence_length,
@@ -100,9 +105,28 @@ def _negatives(params: SamplingParams, count: int) -> list[str] | None:
     return None if params.negative_prompt is None else [params.negative_prompt] * count
 
 
-def _size(params: SamplingParams, config: PipelineConfig) -> tuple[int, int]:
-    """Height and width, checked before any tensor is made."""
-    multiple = config.size_multiple
+def _open_as_zero(value: float | None) -> float:
+    """Zero in the batch where an opaque pipeline chooses; it reads ``batch.request`` instead."""
+    return 0 if value is None else value
+
+
+def _size(params: SamplingParams, config: PipelineConfig) -> tuple[int | None, int | None]:
+    """Height and width, checked before any tensor is made; None is an opaque pipeline's choice."""
+    if not config.opaque:
+        _check_grid(params, config.size_multiple)
+    height, width = params.height, params.width
+    if height is not None and width is not None and height * width > config.max_pixels:
+        raise InvalidRequest(
+            "height*width",
+            f"{height}x{width}",
+            f"is more than this model's max_pixels={config.max_pixels}; ask for less, or raise "
+            "pipeline_config.max_pixels",
+        )
+    return (None if height is None else int(height), None if width is None else int(width))
+
+
+def _check_grid(params: SamplingParams, multiple: int) -> None:
+    """Refuse a size that is left out, or off the grid of the model's latents."""
     for name in ("height", "width"):
         value = getattr(params, name)
         if value is None:
@@ -114,17 +138,6 @@ def _size(params: SamplingParams, config: PipelineConfig) -> tuple[int, int]:
             raise InvalidRequest(
                 name, value, f"must be a multiple of {multiple} for this model; try {nearest}"
             )
-    height, width = params.height, params.width
-    assert height is not None
-    assert width is not None
-    if height * width > config.max_pixels:
-        raise InvalidRequest(
-            "height*width",
-            f"{height}x{width}",
-            f"is more than this model's max_pixels={config.max_pixels}; ask for less, or raise "
-            "pipeline_config.max_pixels",
-        )
-    return int(height), int(width)
 
 
 def _check_text_length(params: SamplingParams, config: PipelineConfig) -> None:
@@ -166,6 +179,8 @@ def _guidance(params: SamplingParams, config: PipelineConfig) -> tuple[float | N
 
     It is off at 1 (within rounding), where the second forward would be paid for nothing.
     """
+    if config.opaque:
+        return None, []
     name = "true_cfg_scale"
     if params.true_cfg_scale is None and config.should_use_guidance:
         name = "guidance_scale"

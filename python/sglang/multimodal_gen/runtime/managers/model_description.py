@@ -52,6 +52,7 @@ class ModelDescription:
                 holds a bad value.
         """
         source, info = REGISTRY.find(server_args.model)
+        model = dataclasses.replace(server_args.model, backend=info.backend)
         if isinstance(pipeline_config, PipelineConfig):
             config = pipeline_config
         elif not isinstance(pipeline_config, Mapping | None):
@@ -59,8 +60,10 @@ class ModelDescription:
             raise InvalidArgument("pipeline_config", pipeline_config, problem)
         else:
             config = info.pipeline_config_cls().with_settings(pipeline_config or {})
-        args = dataclasses.replace(server_args, pipeline_config=config)
+        args = dataclasses.replace(server_args, model=model, pipeline_config=config)
         args = info.pipeline_cls.bind_checkpoint(source, args)
+        assert args.pipeline_config is not None
+        args.pipeline_config.get_supported_task_types()  # a bad declaration ends here
         defaults = read_sampling_defaults(source.root)
         if "prompt" in defaults:
             problem = f"sampling_params.json of {source.name}: prompt is a request's, not a default"

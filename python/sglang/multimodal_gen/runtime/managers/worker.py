@@ -49,8 +49,9 @@ class Worker:
         except DiffusionError:
             raise
         except torch.OutOfMemoryError as error:
+            size = f"{batch.height}x{batch.width}, " if batch.height and batch.width else ""
             raise OutOfMemory(
-                f"{batch.height}x{batch.width}, {batch.batch_size} images together, did not fit "
+                f"{size}{batch.batch_size} images together, did not fit "
                 f"into the device's memory ({error}). Ask for less at once (batching_max_size), a "
                 "smaller size, or --precision bf16"
             ) from error

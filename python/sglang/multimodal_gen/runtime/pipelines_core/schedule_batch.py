@@ -63,7 +63,8 @@ class Req:
     and the pipeline refuses at build to run a chain in which that could happen.
     """
 
-    # Request: filled by admission; `request` is the sealed record the rest was taken from.
+    # Request: filled by admission; `request` is the sealed record the rest was taken from. Numbers
+    # that an opaque pipeline is left to choose are 0 here.
     request: SamplingParams
     request_id: str
     prompt: list[str]

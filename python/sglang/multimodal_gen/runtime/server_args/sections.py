@@ -16,6 +16,7 @@ from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 from sglang.multimodal_gen.runtime.utils.precision import PRECISIONS
 
 Device = Literal["auto", "cpu", "cuda"]
+Backend = Literal["auto", "sglang", "diffusers"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -38,6 +39,11 @@ class ModelArgs:
         aliases=("--pipeline-class-name",),
         help="Serve the model with this registered pipeline. With it, --model-path may be one "
         ".safetensors file: the weights of the pipeline's transformer.",
+    )
+    backend: Backend = flag(
+        "auto",
+        help="What runs the model: 'sglang' is a native family, 'diffusers' the pipeline of that "
+        "library; 'auto' is the family, and Diffusers where there is none.",
     )
     precision: str = flag(
         "auto",

@@ -61,7 +61,8 @@ def _list(*, as_json: bool) -> None:
         ),
     )
     print(f"bundled: {', '.join(bundled_models()) or 'none'}")
-    print("Other checkpoints of these families load by folder or Hugging Face id.")
+    print("Other checkpoints of these families load by folder or Hugging Face id; what no family")
+    print("serves is run by its Diffusers pipeline, if it makes images (--backend diffusers).")
 
 
 def _explain(argv: Sequence[str]) -> int:

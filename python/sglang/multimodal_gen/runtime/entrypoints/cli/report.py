@@ -30,6 +30,7 @@ def json_line(result: GenerationResult, paths: Sequence[Path]) -> str:
         "peak_memory_mb": result.peak_memory_mb,
         "warnings": result.warnings,
         "model": result.model,
+        "backend": result.backend,
         "parameters": result.parameters,
     }
     return json.dumps(summary, default=str)

@@ -148,3 +148,22 @@ def test_a_disk_that_fills_up_is_told(generator, fails, monkeypatch):
     monkeypatch.setattr(generator, "generate", generate_then_fill)
     assert "No space left on device. Free some space" in fails("generate", "--prompt=x", "--quiet")
     assert list(Path("outputs").iterdir()) == []
+
+
+def test_adapters_of_a_request_and_of_the_server(sglang, generator):
+    outcome = sglang(
+        *("generate", "--prompt", "a fox", "--lora", "ink=0.5", "wash", "--seed", "1"),
+        *("--lora-path", "a.safetensors", "b", "--lora-nickname", "ink", "wash"),
+        *("--lora-scale", "0"),
+    )
+    assert outcome.code == 0, outcome
+    assert generator.request["lora"] == ["ink=0.5", "wash"]
+    assert generator.args.lora.lora_paths == ("a.safetensors", "b")
+    assert generator.args.lora.lora_nicknames == ("ink", "wash")
+    assert generator.args.lora.lora_scales == (0.0, 0.0)
+
+
+def test_an_adapters_weight_must_be_a_number(fails):
+    assert "lora.weight=nan: must be a finite number" in fails(
+        "generate", "--prompt", "a fox", "--lora", "ink=nan"
+    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, ClassVar, Self
 
-from sglang.multimodal_gen.configs.sample.lora_choice import LoRAChoice, parse_lora_choices
+from sglang.multimodal_gen.configs.lora_choice import LoRAChoice, parse_lora_choices
 from sglang.multimodal_gen.configs.sealed import Sealable
 from sglang.multimodal_gen.configs.task_type import DataType, ModelTaskType
 from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest

@@ -135,7 +135,7 @@ def _config(path: Path, values: Mapping[str, Any], source: AlphaSource) -> Adapt
     numbers = [alpha, *pattern.values()] if isinstance(pattern, dict) else [None]
     if any(isinstance(n, bool) or not isinstance(n, (int, float)) for n in numbers):
         raise CheckpointError(
-            f"{path}: lora_alpha={alpha!r}, alpha_pattern={pattern!r}: no numbers."
+            f"{path}: lora_alpha={alpha!r}, alpha_pattern={pattern!r} must be numbers."
         )
     return AdapterConfig(
         source=source,

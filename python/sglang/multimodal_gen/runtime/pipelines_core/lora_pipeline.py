@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from sglang.multimodal_gen.configs.sample.lora_choice import LoRAChoice
+from sglang.multimodal_gen.configs.lora_choice import LoRAChoice
 from sglang.multimodal_gen.runtime.layers.lora.adapted_module import AdaptedModule
 from sglang.multimodal_gen.runtime.layers.lora.normal_form import NormalForm, to_normal_form
 from sglang.multimodal_gen.runtime.layers.lora.receipt import LoRAReceipt, listed
@@ -128,7 +128,7 @@ class LoRAPipeline(ComposedPipelineBase):
             ranks=tuple(sorted({factors.rank for factors in linears})),
             alpha_source=" and ".join(normal.alpha_sources),
             scaling=dict(Counter(factors.scaling for factors in linears)),
-            modules={name: tuple(layers) for name, layers in normal.layers.items()},
+            modules={name: tuple(sorted(layers)) for name, layers in normal.layers.items()},
             relative_change={
                 name: self._adapted_module(name).relative_change(layers)
                 for name, layers in normal.layers.items()

@@ -11,6 +11,7 @@ from sglang.multimodal_gen.runtime.managers.worker import Worker
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
     ComposedPipelineBase,
 )
+from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.errors import (
     CheckpointError,
     InvalidArgument,
@@ -187,6 +188,14 @@ def test_requests_are_refused_before_weights_load(folder, tmp_path):
         picture(generator)
     with pytest.raises(CheckpointError, match="does not exist"):
         opened(folder, lora_path=str(tmp_path / "x.safetensors"))
+
+
+def test_the_command_line_knows_all_names_before_weights_load(folder, files):
+    args = ServerArgs.from_flat(model_path=str(folder), device="cpu", lora_path=files["a"])
+    model = ModelDescription.find(args)
+    model.check_adapter_names(model.sampling_params({"lora": ["default=0.5", files["b"]]}))
+    with pytest.raises(InvalidRequest, match="Loaded: default"):
+        model.check_adapter_names(model.sampling_params({"lora": ["ink"]}))
 
 
 def test_pipelines_without_adapters_say_so(folder, files):

@@ -17,6 +17,7 @@ from sglang.multimodal_gen.runtime.loader.model_source import (
     resolve_model_source,
 )
 from sglang.multimodal_gen.runtime.managers.admission import admit
+from sglang.multimodal_gen.runtime.pipelines_core.lora_arguments import not_loaded
 from sglang.multimodal_gen.runtime.pipelines_core.lora_pipeline import LoRAPipeline
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, RequestControl
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
@@ -91,6 +92,19 @@ class ModelDescription:
         assert config is not None
         size = self.server_args.batching.batching_max_size
         return admit(params, config, batching_max_size=size, control=control)
+
+    def check_adapter_names(self, params: SamplingParams) -> None:
+        """Refuse a request's adapter that start-up does not load, where nobody else will load it.
+
+        Raises:
+            InvalidRequest: a name is none of ``lora_nickname``.
+        """
+        lora = self.server_args.lora
+        known = dict(zip(lora.lora_nicknames, lora.lora_paths, strict=False))
+        for choice in params.lora_choices or ():
+            if not choice.is_path and choice.adapter not in known:
+                problem = not_loaded(choice.adapter, known)
+                raise InvalidRequest("lora", choice.adapter, problem)
 
     def _check_adapters(self, params: SamplingParams) -> None:
         """What can be said of a request's adapters without the model: their files' headers."""

@@ -57,7 +57,9 @@ def open_generator(
     from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import DiffGenerator
 
     def refuse_early(model: ModelDescription) -> None:
-        model.admit(model.sampling_params(request))
+        params = model.sampling_params(request)
+        model.admit(params)
+        model.check_adapter_names(params)
 
     return DiffGenerator.from_server_args(args, before_loading=refuse_early, progress=progress)
 

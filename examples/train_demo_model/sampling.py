@@ -31,7 +31,7 @@ class Settings:
     """How to sample."""
 
     guidance: float = 3.0
-    shift: float = 2.0
+    shift: float = 3.0
     steps: int = STEPS
 
 

@@ -66,7 +66,7 @@ class Plan:
     vae_steps: int | None = None
     vae_batch: int = 128
     pool_scenes: int = 655_360
-    text_seconds: float = 50.0
+    text_seconds: float = 30.0
     text_steps: int | None = None
     dit_seconds: float = 800.0
     dit_steps: int | None = None
@@ -316,7 +316,8 @@ class Piece:
                 self.state / "text.pt",
                 self.log,
                 stage="text",
-                modes=self._modes(),
+                # Short: compiling would take longer than it saves.
+                modes=[mode for mode in self._modes() if not mode.compiled],
                 looks=[(READ_EVERY, lambda: self._check_text(trainer))],
             ):
                 return False

@@ -97,7 +97,7 @@ def test_training_in_pieces_gives_one_model_folder(tmp_path, capsys):
     command = ["--toy", "--device", "cpu", "--out", str(out), "--state-dir", str(state)]
 
     # Piece 1 has time for nothing but a step or two of the autoencoder.
-    assert main([*command, "--budget-seconds", "1.5", "--vae-steps", "400"]) == 0
+    assert main([*command, "--budget-seconds", "2.0", "--vae-steps", "400"]) == 0
     assert "NOT FINISHED" in capsys.readouterr().out
     assert (state / "vae.pt").exists()
     steps = torch.load(state / "vae.pt", weights_only=True)["clock"]["steps"]
@@ -110,7 +110,10 @@ def test_training_in_pieces_gives_one_model_folder(tmp_path, capsys):
     assert progress["finished"]
     assert progress["of"] == 8
     assert progress["clock"]["steps"] == 12
+    assert sum(int(share.split("/")[1]) for share in progress["forms"].values()) == 8
     assert (out / "samples.png").exists()
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["stage"] == "text"] == [10]
 
     # The folder loads in Diffusers and makes a picture.
     from diffusers import FluxPipeline
@@ -130,3 +133,11 @@ def test_training_in_pieces_gives_one_model_folder(tmp_path, capsys):
     lost = ["--state-dir", str(tmp_path / "new"), "--resume-from", str(out), "--dit-steps", "14"]
     assert main([*command, *lost]) == 0
     assert json.loads((out / "progress.json").read_text())["clock"]["steps"] == 14
+
+    # The autoencoder of a model folder serves another model, as it is.
+    taken = ["--state-dir", str(tmp_path / "taken"), "--vae-from", str(folder)]
+    assert main([*command, *taken, "--out", str(tmp_path / "out2")]) == 0
+    again = tmp_path / "model2"
+    unpack_archive(tmp_path / "out2" / "checkpoint.tar", again)
+    vae_weights = "vae/diffusion_pytorch_model.safetensors"
+    assert (again / vae_weights).read_bytes() == (folder / vae_weights).read_bytes()

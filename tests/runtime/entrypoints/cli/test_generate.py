@@ -210,3 +210,22 @@ def test_a_refused_request_leaves_no_folder(generator, fails, tmp_path):
 def test_an_output_path_that_is_no_local_path_is_refused(generator, fails, path, message):
     assert message in fails("generate", "--prompt=x", "--output-path", path)
     assert generator.opened == 0
+
+
+def test_adapters_of_a_request_and_of_the_server(sglang, generator):
+    outcome = sglang(
+        *("generate", "--prompt", "a fox", "--lora", "ink=0.5", "wash", "--seed", "1"),
+        *("--lora-path", "a.safetensors", "b", "--lora-nickname", "ink", "wash"),
+        *("--lora-scale", "0"),
+    )
+    assert outcome.code == 0, outcome
+    assert generator.request["lora"] == ["ink=0.5", "wash"]
+    assert generator.args.lora.lora_paths == ("a.safetensors", "b")
+    assert generator.args.lora.lora_nicknames == ("ink", "wash")
+    assert generator.args.lora.lora_scales == (0.0, 0.0)
+
+
+def test_an_adapters_weight_must_be_a_number(fails):
+    assert "lora.weight=nan: must be a finite number" in fails(
+        "generate", "--prompt", "a fox", "--lora", "ink=nan"
+    )

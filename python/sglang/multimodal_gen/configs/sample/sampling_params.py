@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, ClassVar, Self
 
+from sglang.multimodal_gen.configs.lora_choice import LoRAChoice, parse_lora_choices
 from sglang.multimodal_gen.configs.sealed import Sealable
 from sglang.multimodal_gen.configs.task_type import DataType, ModelTaskType
 from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest
@@ -103,6 +104,11 @@ class SamplingParams(Sealable):
         return _as_list(getattr(self, "video_path", None))
 
     @property
+    def lora_choices(self) -> tuple[LoRAChoice, ...] | None:
+        """The adapters asked for; None leaves them to the server. Families with a field for it."""
+        return None
+
+    @property
     def prompts(self) -> list[str]:
         """The prompts as a list; empty when none was given."""
         return _as_list(self.prompt)
@@ -140,10 +146,16 @@ class ImageSamplingParams(SamplingParams):
     image_path: str | list[str] | None = _setting(
         None, "Input image(s), for models that take them."
     )
+    lora: list[str] | None = _setting(
+        None,
+        "LoRA adapters for this request alone, in place of the server's: NAME or a file's path, "
+        "with =WEIGHT after it if not 1.",
+    )
 
     def check(self) -> None:
-        """The shared checks, and that image paths are paths."""
+        """The shared checks, and that image paths are paths and adapters have weights."""
         super().check()
+        parse_lora_choices(self.lora)
         for path in self.image_paths:
             if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
                 raise InvalidRequest("image_path", path, "must be the path of an image file")
@@ -152,6 +164,11 @@ class ImageSamplingParams(SamplingParams):
     def image_paths(self) -> list[str]:
         """The paths of the input images, in order; empty when there are none."""
         return _as_list(self.image_path)
+
+    @property
+    def lora_choices(self) -> tuple[LoRAChoice, ...] | None:
+        """The adapters asked for, which may also be mappings: ``{"name": ..., "weight": ...}``."""
+        return parse_lora_choices(self.lora)
 
 
 def is_blank(text: str) -> bool:

@@ -17,12 +17,14 @@ from PIL import Image
 
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.entrypoints.result_files import Destination, local_path
+from sglang.multimodal_gen.runtime.layers.lora.receipt import LoRAReceipt
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.managers.worker import Worker
 from sglang.multimodal_gen.runtime.models.external_packages import load_external_packages
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
     ComposedPipelineBase,
 )
+from sglang.multimodal_gen.runtime.pipelines_core.lora_arguments import MergeMode
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import (
     OutputBatch,
     Req,
@@ -155,7 +157,11 @@ class DiffGenerator:
         if before_loading is not None:
             before_loading(model)
         worker = Worker(model, progress=progress)
-        notes = (*resolution.notes, *model.info.notes)
+        notes = (
+            *resolution.notes,
+            *model.info.notes,
+            *(receipt.summary() for receipt in worker.lora_receipts),
+        )
         return cls(worker, notes=notes, load_seconds=time.perf_counter() - start)
 
     def generate(
@@ -221,6 +227,40 @@ class DiffGenerator:
             except CallbackFailed as error:
                 raise error.cause from None
             yield _result(output, batch.request, worker.model, self.load_seconds)
+
+    def set_lora(
+        self,
+        lora_nickname: str | Sequence[str],
+        lora_path: str | Sequence[str | None] | None = None,
+        target: str | Sequence[str] = "all",
+        strength: float | Sequence[float] = 1.0,
+        merge_mode: MergeMode | None = None,
+    ) -> tuple[LoRAReceipt, ...]:
+        """Put LoRA adapters in force for all further calls; see `LoRAPipeline.set_lora`.
+
+        For one call alone, give ``generate`` a ``lora``: ``["name=0.5"]``, or mappings with name or
+        path, and weight.
+        """
+        pipeline = self._open().lora_pipeline
+        return pipeline.set_lora(lora_nickname, lora_path, target, strength, merge_mode=merge_mode)
+
+    def unset_lora(self, target: str | Sequence[str] = "all") -> None:
+        """Take adapters out of force; the model is the base again, bit for bit."""
+        self._open().lora_pipeline.unset_lora(target)
+
+    def merge_lora_weights(
+        self, target: str | Sequence[str] = "all", strength: float = 1.0
+    ) -> None:
+        """Put the chosen adapters into the weights; ``strength`` multiplies their weights."""
+        self._open().lora_pipeline.merge_lora_weights(target, strength)
+
+    def unmerge_lora_weights(self, target: str | Sequence[str] = "all") -> None:
+        """Take merged adapters out of the weights; they stay chosen."""
+        self._open().lora_pipeline.unmerge_lora_weights(target)
+
+    def list_loras(self) -> dict[str, Any]:
+        """``loaded_adapters``, and which of them are ``active`` on which component."""
+        return self._open().lora_pipeline.get_lora_status()
 
     @property
     def pipeline(self) -> ComposedPipelineBase:
@@ -331,5 +371,8 @@ def _parameters(params: SamplingParams) -> dict[str, Any]:
         for name in params.field_names()
         if name not in ("prompt", "seed")
     }
+    choices = params.lora_choices
+    if choices is not None:
+        values["lora"] = [choice.as_setting() for choice in choices]
     values["task_type"] = getattr(values["task_type"], "name", values["task_type"])
     return {name: value for name, value in values.items() if value is not None}

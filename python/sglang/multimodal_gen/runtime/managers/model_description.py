@@ -10,11 +10,14 @@ from typing import Any, Self
 from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
 from sglang.multimodal_gen.registry import REGISTRY, ModelInfo
+from sglang.multimodal_gen.runtime.loader.lora_file import find_lora_file
 from sglang.multimodal_gen.runtime.loader.model_source import (
     ModelSource,
     read_sampling_defaults,
 )
 from sglang.multimodal_gen.runtime.managers.admission import admit
+from sglang.multimodal_gen.runtime.pipelines_core.lora_arguments import not_loaded
+from sglang.multimodal_gen.runtime.pipelines_core.lora_pipeline import LoRAPipeline
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, RequestControl
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.errors import (
@@ -48,11 +51,17 @@ class ModelDescription:
 
         Raises:
             ModelNotFound: nothing is there, or no family serves it.
-            CheckpointError: a file of it is missing or damaged, or its ``sampling_params.json``
-                holds a bad value.
+            CheckpointError: a file of it, or an adapter's, is missing or damaged, or its
+                ``sampling_params.json`` holds a bad value.
+            InvalidArgument: adapters are asked for, and the pipeline takes none.
         """
         source, info = REGISTRY.find(server_args.model)
         model = dataclasses.replace(server_args.model, backend=info.backend)
+        for path in server_args.lora.lora_paths:
+            if not issubclass(info.pipeline_cls, LoRAPipeline):
+                problem = f"{info.pipeline_cls.__name__} takes no LoRA adapters"
+                raise InvalidArgument("lora_path", path, problem)
+            find_lora_file(path)
         if isinstance(pipeline_config, PipelineConfig):
             config = pipeline_config
         elif not isinstance(pipeline_config, Mapping | None):
@@ -84,7 +93,31 @@ class ModelDescription:
 
     def admit(self, params: SamplingParams, control: RequestControl | None = None) -> list[Req]:
         """Batches for a request; see `admission.admit`."""
+        self._check_adapters(params)
         config = self.server_args.pipeline_config
         assert config is not None
         size = self.server_args.batching.batching_max_size
         return admit(params, config, batching_max_size=size, control=control)
+
+    def check_adapter_names(self, params: SamplingParams) -> None:
+        """Refuse a request's adapter that start-up does not load, where nobody else will load it.
+
+        Raises:
+            InvalidRequest: a name is none of ``lora_nickname``.
+        """
+        lora = self.server_args.lora
+        known = dict(zip(lora.lora_nicknames, lora.lora_paths, strict=False))
+        for choice in params.lora_choices or ():
+            if not choice.is_path and choice.adapter not in known:
+                problem = not_loaded(choice.adapter, known)
+                raise InvalidRequest("lora", choice.adapter, problem)
+
+    def _check_adapters(self, params: SamplingParams) -> None:
+        """What can be said of a request's adapters without the model: their files' headers."""
+        choices = params.lora_choices or ()
+        if choices and not issubclass(self.info.pipeline_cls, LoRAPipeline):
+            problem = f"{self.info.pipeline_cls.__name__} takes no LoRA adapters"
+            raise InvalidRequest("lora", choices[0].adapter, problem)
+        for choice in choices:
+            if choice.is_path:
+                find_lora_file(choice.adapter)

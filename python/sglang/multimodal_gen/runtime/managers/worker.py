@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
+from sglang.multimodal_gen.runtime.layers.lora.receipt import LoRAReceipt
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
     ComposedPipelineBase,
 )
+from sglang.multimodal_gen.runtime.pipelines_core.lora_pipeline import LoRAPipeline
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch, Req
 from sglang.multimodal_gen.runtime.utils.errors import (
     DiffusionError,
     InternalError,
     OutOfMemory,
+    UserError,
 )
 from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
 
@@ -36,6 +42,18 @@ class Worker:
             source=model.source,
             progress=progress,
         )
+        self.lora_receipts = self._start_adapters()
+
+    @property
+    def lora_pipeline(self) -> LoRAPipeline:
+        """The pipeline, if it takes adapters.
+
+        Raises:
+            UserError: it takes none.
+        """
+        if not isinstance(self.pipeline, LoRAPipeline):
+            raise UserError(f"{type(self.pipeline).__name__} takes no LoRA adapters")
+        return self.pipeline
 
     def run(self, batch: Req) -> OutputBatch:
         """Run one batch. A failure is that batch's alone: the pipeline serves the next one.
@@ -45,7 +63,8 @@ class Worker:
                 the request's id, its cause attached.
         """
         try:
-            return self.pipeline.forward(batch, self.pipeline.server_args)
+            with self._adapters_of(batch):
+                return self.pipeline.forward(batch, self.pipeline.server_args)
         except DiffusionError:
             raise
         except torch.OutOfMemoryError as error:
@@ -59,3 +78,27 @@ class Worker:
             raise InternalError(
                 f"request {batch.request_id} failed: {type(error).__name__}: {error}"
             ) from error
+
+    def _start_adapters(self) -> tuple[LoRAReceipt, ...]:
+        """Put the server arguments' adapters in force."""
+        args = self.model.server_args.lora
+        if not args.lora_paths:
+            return ()
+        return self.lora_pipeline.set_lora(
+            args.lora_nicknames,
+            args.lora_paths,
+            strength=args.lora_scales,
+            merge_mode=args.lora_merge_mode,
+        )
+
+    @contextmanager
+    def _adapters_of(self, batch: Req) -> Iterator[None]:
+        """The batch's own adapters while it runs, in place of those in force."""
+        choices = batch.request.lora_choices
+        if not isinstance(self.pipeline, LoRAPipeline) and not choices:
+            yield
+            return
+        with self.lora_pipeline.request_adapters(choices) as receipts:
+            for receipt in receipts:
+                batch.warnings += [f"lora {receipt.nickname!r}: {p}" for p in receipt.leftovers()]
+            yield

@@ -17,6 +17,7 @@ from sglang.multimodal_gen.runtime.utils.precision import PRECISIONS
 
 Device = Literal["auto", "cpu", "cuda"]
 Backend = Literal["auto", "sglang", "diffusers"]
+LoRAMergeMode = Literal["auto", "merge", "dynamic"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -100,6 +101,64 @@ class BatchingArgs:
         if self.batching_max_size < 1:
             problem = "must be at least 1. 1 makes one image at a time."
             raise InvalidArgument("batching_max_size", self.batching_max_size, problem)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoRAArgs:
+    """Adapters that are in force from the start, where a request does not choose its own."""
+
+    lora_path: str | tuple[str, ...] | None = flag(
+        None, help="LoRA file(s), or folders with one, to load and put in force at start-up."
+    )
+    lora_nickname: str | tuple[str, ...] = flag(
+        "default", help="The name(s) by which requests and calls know them; one for each path."
+    )
+    lora_scale: float | tuple[float, ...] = flag(
+        1.0, help="Their weight(s): one for all, or one for each path. 0 only loads them."
+    )
+    lora_merge_mode: LoRAMergeMode = flag(
+        "auto",
+        help="'merge' puts them into the weights, 'dynamic' adds them in each forward; 'auto' "
+        "merges unless the weights' precision would lose most of it.",
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for path in self.lora_paths:
+            _refuse_blank("lora_path", path)
+        for name in self.lora_nicknames:
+            _refuse_blank("lora_nickname", name)
+        paths, names, scales = self.lora_paths, self.lora_nicknames, self.lora_scales
+        if paths and len(names) != len(paths):
+            problem = f"has {len(names)} names for {len(paths)} paths. Give one for each."
+            raise InvalidArgument("lora_nickname", self.lora_nickname, problem)
+        if len(set(names)) != len(names):
+            raise InvalidArgument("lora_nickname", self.lora_nickname, "names must differ.")
+        if paths and len(scales) != len(paths):
+            problem = (
+                f"has {len(scales)} weights for {len(paths)} paths. Give one, or one for each."
+            )
+            raise InvalidArgument("lora_scale", self.lora_scale, problem)
+
+    @property
+    def lora_paths(self) -> tuple[str, ...]:
+        """The paths as a tuple."""
+        if self.lora_path is None:
+            return ()
+        return (self.lora_path,) if isinstance(self.lora_path, str) else tuple(self.lora_path)
+
+    @property
+    def lora_nicknames(self) -> tuple[str, ...]:
+        """The names as a tuple."""
+        names = self.lora_nickname
+        return (names,) if isinstance(names, str) else tuple(names)
+
+    @property
+    def lora_scales(self) -> tuple[float, ...]:
+        """The weights, one for each path."""
+        if isinstance(self.lora_scale, (int, float)):
+            return (float(self.lora_scale),) * len(self.lora_paths)
+        return tuple(self.lora_scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from sglang.multimodal_gen.runtime.server_args.flags import Flag, flags_of
 from sglang.multimodal_gen.runtime.server_args.sections import (
     BatchingArgs,
+    LoRAArgs,
     ModelArgs,
     ObserveArgs,
     PlatformArgs,
@@ -31,6 +32,7 @@ class ServerArgs:
     model: ModelArgs = field(default_factory=ModelArgs)
     platform: PlatformArgs = field(default_factory=PlatformArgs)
     batching: BatchingArgs = field(default_factory=BatchingArgs)
+    lora: LoRAArgs = field(default_factory=LoRAArgs)
     observe: ObserveArgs = field(default_factory=ObserveArgs)
     pipeline_config: PipelineConfig | None = None
 

@@ -65,7 +65,9 @@ def open_generator(
     from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import DiffGenerator
 
     def admit(model: ModelDescription) -> None:
-        batches = model.admit(model.sampling_params(request))
+        params = model.sampling_params(request)
+        batches = model.admit(params)
+        model.check_adapter_names(params)
         on_admitted(sum(batch.batch_size for batch in batches))
 
     return DiffGenerator.from_server_args(args, before_loading=admit, progress=progress)

@@ -38,6 +38,59 @@ ROPE_THETA = 10_000.0
 QK_NORM_EPS = 1e-6
 POSITION_AXES = 3
 
+# Adapters made for the authors' own code: their names, with fused q, k, v (and mlp), and with shift
+# before scale in the last norm.
+_ATTN, _SINGLE = "transformer_blocks.{}.attn.", "single_transformer_blocks.{}."
+LORA_NAMES: dict[str, str | tuple[str, ...]] = {
+    "img_in": "x_embedder",
+    "txt_in": "context_embedder",
+    "time_in.in_layer": "time_text_embed.timestep_embedder.linear_1",
+    "time_in.out_layer": "time_text_embed.timestep_embedder.linear_2",
+    "guidance_in.in_layer": "time_text_embed.guidance_embedder.linear_1",
+    "guidance_in.out_layer": "time_text_embed.guidance_embedder.linear_2",
+    "vector_in.in_layer": "time_text_embed.text_embedder.linear_1",
+    "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
+    "double_blocks.{}.img_attn.qkv": (_ATTN + "to_q", _ATTN + "to_k", _ATTN + "to_v"),
+    "double_blocks.{}.txt_attn.qkv": (
+        _ATTN + "add_q_proj",
+        _ATTN + "add_k_proj",
+        _ATTN + "add_v_proj",
+    ),
+    "double_blocks.{}.img_attn.proj": _ATTN + "to_out.0",
+    "double_blocks.{}.txt_attn.proj": _ATTN + "to_add_out",
+    "double_blocks.{}.img_mod.lin": "transformer_blocks.{}.norm1.linear",
+    "double_blocks.{}.txt_mod.lin": "transformer_blocks.{}.norm1_context.linear",
+    "double_blocks.{}.img_mlp.0": "transformer_blocks.{}.ff.net.0.proj",
+    "double_blocks.{}.img_mlp.2": "transformer_blocks.{}.ff.net.2",
+    "double_blocks.{}.txt_mlp.0": "transformer_blocks.{}.ff_context.net.0.proj",
+    "double_blocks.{}.txt_mlp.2": "transformer_blocks.{}.ff_context.net.2",
+    "single_blocks.{}.linear1": (
+        _SINGLE + "attn.to_q",
+        _SINGLE + "attn.to_k",
+        _SINGLE + "attn.to_v",
+        _SINGLE + "proj_mlp",
+    ),
+    "single_blocks.{}.linear2": _SINGLE + "proj_out",
+    "single_blocks.{}.modulation.lin": _SINGLE + "norm.linear",
+    "final_layer.adaLN_modulation.1": ("norm_out.linear[1/2]", "norm_out.linear[0/2]"),
+    "final_layer.linear": "proj_out",
+    # XLabs' trainer names its attention processors.
+    "double_blocks.{}.processor.qkv_lora1": (_ATTN + "to_q", _ATTN + "to_k", _ATTN + "to_v"),
+    "double_blocks.{}.processor.qkv_lora2": (
+        _ATTN + "add_q_proj",
+        _ATTN + "add_k_proj",
+        _ATTN + "add_v_proj",
+    ),
+    "double_blocks.{}.processor.proj_lora1": _ATTN + "to_out.0",
+    "double_blocks.{}.processor.proj_lora2": _ATTN + "to_add_out",
+    "single_blocks.{}.processor.qkv_lora": (
+        _SINGLE + "attn.to_q",
+        _SINGLE + "attn.to_k",
+        _SINGLE + "attn.to_v",
+    ),
+    "single_blocks.{}.processor.proj_lora": _SINGLE + "proj_out",
+}
+
 
 class FluxTimeTextEmbed(nn.Module):
     """One vector for time, guidance (distilled checkpoints) and the pooled prompt."""
@@ -163,6 +216,8 @@ class FluxTransformer2DModel(nn.Module):
 
     Arguments are those of the checkpoint's ``config.json``.
     """
+
+    lora_names = LORA_NAMES
 
     def __init__(
         self,

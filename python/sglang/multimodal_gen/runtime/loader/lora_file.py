@@ -1,0 +1,145 @@
+"""Adapter files: where they are, what their headers say, their tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from sglang.multimodal_gen.runtime.layers.lora.adapter_keys import DENOISER, other_adapter_type
+from sglang.multimodal_gen.runtime.layers.lora.normal_form import AdapterConfig, AlphaSource
+from sglang.multimodal_gen.runtime.loader.checkpoint import PICKLE_SUFFIXES, SUFFIX, listed
+from sglang.multimodal_gen.runtime.loader.json_file import read_json_object
+from sglang.multimodal_gen.runtime.loader.safetensors_header import StoredTensor, read_header
+from sglang.multimodal_gen.runtime.loader.tensor_reader import TensorReader
+from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
+
+PEFT_FILE = "adapter_model.safetensors"
+PEFT_CONFIG = "adapter_config.json"
+USUAL_NAMES = (PEFT_FILE, "pytorch_lora_weights.safetensors")
+DIFFUSERS_METADATA = "lora_adapter_metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAFile:
+    """An adapter file that was found and whose header was read; no tensor is read yet.
+
+    ``configs`` say how to scale, by component, the empty name for all. ``stamp`` changes when the
+    file does.
+    """
+
+    path: Path
+    tensors: Mapping[str, StoredTensor]
+    configs: Mapping[str, AdapterConfig]
+    stamp: tuple[int, int]
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """All tensors, on the CPU, as stored; independent of the file afterwards."""
+        with TensorReader() as reader:
+            return {
+                name: reader.read(name, stored).clone() for name, stored in self.tensors.items()
+            }
+
+
+def find_lora_file(lora_path: str, weight_name: str | None = None) -> LoRAFile:
+    """The adapter in a safetensors file, or in a folder that holds one.
+
+    Raises:
+        CheckpointError: nothing is there, it is no safetensors file or a damaged one, or it is
+            another kind of adapter than LoRA (its name is in the message).
+    """
+    path = _chosen_file(Path(lora_path).expanduser(), weight_name)
+    tensors = read_header(path)
+    kind = other_adapter_type(tensors)
+    if kind is not None:
+        raise CheckpointError(f"{path} is a {kind} adapter. Only LoRA is supported.")
+    stat = path.stat()
+    return LoRAFile(path, tensors, _configs(path), (stat.st_size, stat.st_mtime_ns))
+
+
+def _chosen_file(path: Path, weight_name: str | None) -> Path:
+    if path.is_dir():
+        path = path / (_only_file(path) if weight_name is None else weight_name)
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} does not exist. Give an adapter's {SUFFIX} file, or the folder that holds it."
+        )
+    if path.name.endswith(PICKLE_SUFFIXES):
+        raise CheckpointError(
+            f"{path} is a pickle, which is refused: loading one can run code of whoever made it. "
+            f"Use the publisher's {SUFFIX} file."
+        )
+    return path
+
+
+def _only_file(folder: Path) -> str:
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    for usual in USUAL_NAMES:
+        if usual in names:
+            return usual
+    found = [name for name in names if name.endswith(SUFFIX)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise CheckpointError(
+            f"{folder} holds {len(found)} {SUFFIX} files: {listed(found)}. Give the one you mean."
+        )
+    raise CheckpointError(f"{folder} holds no {SUFFIX} file: it has {listed(names) or 'nothing'}.")
+
+
+def _configs(path: Path) -> dict[str, AdapterConfig]:
+    """Scaling by component, from the file's metadata or the configuration beside it."""
+    with safe_open(path, framework="pt") as opened:
+        metadata = opened.metadata() or {}
+    if DIFFUSERS_METADATA in metadata:
+        return _diffusers_configs(path, metadata[DIFFUSERS_METADATA])
+    config = path.with_name(PEFT_CONFIG)
+    alone = path.name == PEFT_FILE or len(list(path.parent.glob(f"*{SUFFIX}"))) == 1
+    if alone and config.is_file():
+        return {"": _config(config, read_json_object(config), "adapter_config.json")}
+    return {}
+
+
+def _diffusers_configs(path: Path, text: str) -> dict[str, AdapterConfig]:
+    """Diffusers writes one flat object, each key with its component in front."""
+    try:
+        flat = json.loads(text)
+    except ValueError as problem:
+        raise CheckpointError(
+            f"{path}: its {DIFFUSERS_METADATA} is not JSON ({problem})."
+        ) from problem
+    if not isinstance(flat, dict):
+        raise CheckpointError(f"{path}: its {DIFFUSERS_METADATA} is no JSON object.")
+    grouped: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        component, _, name = key.partition(".")
+        component = DENOISER if component == "unet" else component
+        grouped.setdefault(component, {})[name] = value
+    return {
+        component: _config(path, values, "file metadata") for component, values in grouped.items()
+    }
+
+
+def _config(path: Path, values: Mapping[str, Any], source: AlphaSource) -> AdapterConfig:
+    kind = values.get("peft_type") or "LORA"
+    if kind != "LORA":
+        raise CheckpointError(f"{path} is a {kind} adapter. Only LoRA is supported.")
+    if values.get("use_dora"):
+        raise CheckpointError(f"{path} is a DoRA adapter. Only LoRA is supported.")
+    alpha, pattern = values.get("lora_alpha"), values.get("alpha_pattern") or {}
+    numbers = [alpha, *pattern.values()] if isinstance(pattern, dict) else [None]
+    if any(isinstance(n, bool) or not isinstance(n, (int, float)) for n in numbers):
+        raise CheckpointError(
+            f"{path}: lora_alpha={alpha!r}, alpha_pattern={pattern!r} must be numbers."
+        )
+    return AdapterConfig(
+        source=source,
+        alpha=float(values["lora_alpha"]),
+        alpha_pattern={key: float(value) for key, value in pattern.items()},
+        rank_stabilized=bool(values.get("use_rslora")),
+    )

@@ -1,0 +1,104 @@
+import pytest
+import torch
+from torch import nn
+
+from sglang.multimodal_gen.runtime.layers.lora.module_index import ModuleIndex
+from sglang.multimodal_gen.runtime.layers.lora.normal_form import (
+    AdapterConfig,
+    denoisers_of,
+    to_normal_form,
+)
+from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
+
+
+def component():
+    return ModuleIndex(nn.ModuleDict({"q": nn.Linear(4, 6), "k": nn.Linear(4, 2)}))
+
+
+COMPONENTS = {"transformer": component(), "transformer_2": component(), "text_encoder": component()}
+
+
+def pair(prefix, rank=2, width=4, rows=6):
+    return {
+        f"{prefix}.lora_A.weight": torch.randn(rank, width),
+        f"{prefix}.lora_B.weight": torch.randn(rows, rank),
+    }
+
+
+def normal(tensors, **configs):
+    return to_normal_form(tensors, COMPONENTS, configs, "file")
+
+
+def test_a_name_without_component_means_every_denoiser():
+    assert denoisers_of(COMPONENTS) == ["transformer", "transformer_2"]
+    assert set(normal(pair("q")).layers) == {"transformer", "transformer_2"}
+    assert set(normal(pair("transformer_2.q")).layers) == {"transformer_2"}
+    assert set(normal(pair("text_encoder.q")).layers) == {"text_encoder"}
+
+
+def test_scaling_comes_from_the_key_then_the_configuration_then_is_one():
+    tensors = pair("q") | pair("k", rank=4, rows=2)
+    config = AdapterConfig("file metadata", 6.0, {"k": 8.0})
+
+    def scalings(tensors, **configs):
+        form = normal(tensors, **configs)
+        layers = form.layers["transformer"]
+        return (layers["q"].scaling, layers["k"].scaling), form.alpha_sources
+
+    assert scalings(tensors) == ((1.0, 1.0), ("none",))
+    assert scalings(tensors, transformer=config) == ((3.0, 2.0), ("file metadata",))
+    keyed = tensors | {"q.alpha": torch.tensor(1.0)}
+    assert scalings(keyed, transformer=config) == ((0.5, 2.0), ("alpha keys", "file metadata"))
+    stabilized = AdapterConfig("adapter_config.json", 8.0, rank_stabilized=True)
+    assert scalings(tensors, **{"": stabilized})[0] == pytest.approx((8 / 2**0.5, 4.0))
+
+
+def test_an_alpha_of_zero_is_a_value():
+    assert (
+        normal(pair("q") | {"q.alpha": torch.tensor(0.0)}).layers["transformer"]["q"].scaling == 0
+    )
+
+
+def test_leftovers_are_listed_and_the_rest_is_used():
+    tensors = pair("q") | pair("v") | pair("text_encoder_2.q")
+    tensors |= {"q.lora_B.bias": torch.zeros(6), "k.lora_A.weight": torch.randn(2, 4)}
+    tensors |= {"x.alpha": torch.tensor(1.0), "q.diff_b": torch.zeros(6)}
+    form = normal(tensors)
+    assert list(form.layers["transformer"]) == ["q"]
+    assert form.matched == ("q.lora_A.weight", "q.lora_B.weight")
+    assert form.unsupported == ("k.lora_A.weight", "q.diff_b", "q.lora_B.bias")
+    assert form.unmatched == (
+        "text_encoder_2.q.lora_A.weight",
+        "text_encoder_2.q.lora_B.weight",
+        "v.lora_A.weight",
+        "v.lora_B.weight",
+        "x.alpha",
+    )
+
+
+def test_convolutions_are_listed():
+    tensors = pair("q") | {
+        "k.lora_down.weight": torch.zeros(2, 4, 3, 3),
+        "k.lora_up.weight": torch.zeros(2, 2, 1, 1),
+    }
+    assert normal(tensors).unsupported == ("k.lora_down.weight", "k.lora_up.weight")
+
+
+@pytest.mark.parametrize("sizes", [{"width": 5}, {"rows": 7}])
+def test_another_models_shapes_are_refused(sizes):
+    with pytest.raises(CheckpointError, match=r"\[6, 4\]. The adapter was made for another model"):
+        normal(pair("q", **sizes))
+
+
+def test_one_module_changed_twice_is_refused():
+    with pytest.raises(CheckpointError, match="another key of the file changes too"):
+        normal(pair("q") | pair("text_model.q"))
+    with pytest.raises(CheckpointError, match="say the same thing"):
+        normal(pair("q") | pair("diffusion_model.q"))
+
+
+def test_values_that_are_no_numbers_are_refused():
+    tensors = pair("q")
+    tensors["q.lora_B.weight"][1, 1] = torch.nan
+    with pytest.raises(CheckpointError, match=r"'q.lora_B.weight' holds NaN"):
+        normal(tensors)

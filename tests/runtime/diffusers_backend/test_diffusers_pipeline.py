@@ -289,7 +289,12 @@ def test_progress_comes_by_whatever_the_pipeline_has(opened):
     assert heard("unconditional", num_inference_steps=3, num_outputs_per_prompt=2) == [(1, 1)]
 
 
-def test_what_the_library_says_is_a_warning_of_the_result(unet, capfd):
+@pytest.mark.parametrize("level", [logging.WARNING, logging.ERROR])
+def test_what_the_library_says_is_a_warning_of_the_result(unet, capfd, level, monkeypatch):
+    # Whoever quiets the libraries' logs (any code in this process) must not lose it.
+    for library in ("diffusers", "transformers"):
+        monkeypatch.setattr(logging.getLogger(library), "level", level)
+        logging.getLogger(library).manager._clear_cache()
     result = unet.generate(seed=1, **(SMALL | {"prompt": "fox " * 200}))
     assert any("truncated" in warning for warning in result.warnings)
     assert not unet.generate(seed=1, **SMALL).warnings

@@ -27,21 +27,24 @@ class _Collector(logging.Handler):
 def library_messages() -> Iterator[list[str]]:
     """Collects the libraries' warnings, each once; the list is complete at the end of the block.
 
-    Their handlers and progress bars are put aside for the block, and back after it.
+    Their handlers, levels and progress bars are put aside for the block, and back after it: who
+    quiets a library's log does not lose what concerns his picture.
     """
     messages: list[str] = []
     collector = _Collector(messages)
     loggers = [logging.getLogger(name) for name in _LIBRARIES]
-    before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
+    before = [(x, x.handlers, x.propagate, x.level) for x in loggers]
     with _without_bars(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             for logger in loggers:
                 logger.handlers, logger.propagate = [collector], False
+                logger.setLevel(logging.WARNING)
             yield messages
         finally:
-            for logger, handlers, propagate in before:
+            for logger, handlers, propagate, level in before:
                 logger.handlers, logger.propagate = handlers, propagate
+                logger.setLevel(level)
             for warning in caught:
                 if not issubclass(warning.category, _FOR_DEVELOPERS):
                     _add(messages, str(warning.message))

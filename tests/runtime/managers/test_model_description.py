@@ -8,16 +8,7 @@ import pytest
 from sglang.multimodal_gen import DiffGenerator
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, InvalidArgument
 
-from parity.tiny_checkpoints import flux_dev
-
 SMALL = {"height": 32, "width": 32, "num_inference_steps": 1, "max_sequence_length": 16}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny") / "flux"
-    flux_dev().write(path)
-    return path
 
 
 CONFIG = "config.json"

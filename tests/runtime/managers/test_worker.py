@@ -15,16 +15,7 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     OutOfMemory,
 )
 
-from parity.tiny_checkpoints import flux_dev
-
 SMALL = {"height": 32, "width": 32, "num_inference_steps": 1, "max_sequence_length": 16}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny") / "flux"
-    flux_dev().write(path)
-    return path
 
 
 @pytest.fixture

@@ -59,7 +59,8 @@ class ComposedPipelineBase(ABC):
         required_config_modules: replaces the class's list.
         loaded_modules: components by name that need no loading.
         executor: runs the stages; in order, in this process, by default.
-        source: what ``model_path`` was found to be, where that is known already.
+        source: what ``model_path`` was found to be, where that is known already; the arguments
+            then hold the checkpoint's facts (`bind_checkpoint`).
         progress: hears about loading, in bytes.
 
     Raises:
@@ -182,7 +183,7 @@ class ComposedPipelineBase(ABC):
                 source = resolve_model_source(
                     self.model_path, self.server_args.model.revision, self.checkpoint_layout
                 )
-            self.server_args = self.bind_checkpoint(source, self.server_args)
+                self.server_args = self.bind_checkpoint(source, self.server_args)
             loaded = load_components(
                 source,
                 self._index_names(missing),

@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from parity.tiny_checkpoints import flux_dev
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny FLUX-layout checkpoint for all doors to open; copied, never changed."""
+    path = tmp_path_factory.mktemp("tiny") / "flux"
+    flux_dev().write(path)
+    return path

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentLoader,
     ComponentSpec,
@@ -76,25 +77,29 @@ def load_components(
     loaders: Mapping[str, type[ComponentLoader]],
     progress: ProgressListener | None = None,
     default_configs: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    parallel: ParallelState | None = None,
 ) -> dict[str, LoadedComponent]:
     """Load components: those without weights first, then the largest first.
 
     So a fault that is cheap to find is found early, and memory runs out early if it does. Every
     component's folder and headers are looked at before the first is loaded. ``progress`` counts
     the bytes of all of them together; ``default_configs`` are for components without a
-    ``config.json``.
+    ``config.json``; ``parallel`` says which slices of the weights this rank holds.
 
     Raises:
         CheckpointError: a component is missing, damaged or does not fit.
         InvalidArgument: a component argument names no component of this pipeline, or no folder.
         PipelineDefinitionError: a component has no loader.
     """
+    if parallel is None:
+        parallel = ParallelState.single(server_args.platform.device)
     _check_names(names, server_args)
     _check_one_file(source, names, server_args)
     chosen = {name: _loader(name, key, loaders) for name, key in names.items()}
     _check_weights(chosen, server_args)
     specs = {
-        name: _spec(source, name, key, server_args, (default_configs or {}).get(name))
+        name: _spec(source, name, key, server_args, (default_configs or {}).get(name), parallel)
         for name, key in names.items()
     }
     sizes: dict[str, int] = {}
@@ -134,6 +139,7 @@ def _spec(
     key: str,
     server_args: ServerArgs,
     default_config: Mapping[str, Any] | None,
+    parallel: ParallelState,
 ) -> ComponentSpec:
     model = server_args.model
     path = _path(source, name, key, server_args)
@@ -158,7 +164,8 @@ def _spec(
         library=library,
         architecture=architecture,
         precision=_precision(name, server_args),
-        device=server_args.platform.device,
+        device=str(parallel.device),
+        parallel=parallel,
         weights=_weights(source, name, key, server_args),
         default_config=default_config,
     )

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.layers.lora.receipt import LoRAReceipt
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
@@ -26,14 +27,18 @@ from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
 class Worker:
     """Holds one loaded pipeline and runs admitted requests on it, one batch at a time.
 
-    ``progress`` hears about loading, in bytes.
+    ``progress`` hears about loading, in bytes; ``parallel`` is this rank's place in a run of many.
 
     Raises:
         CheckpointError: a component cannot be loaded; nothing is left behind.
     """
 
     def __init__(
-        self, model: ModelDescription, *, progress: ProgressListener | None = None
+        self,
+        model: ModelDescription,
+        *,
+        progress: ProgressListener | None = None,
+        parallel: ParallelState | None = None,
     ) -> None:
         self.model = model
         self.pipeline: ComposedPipelineBase = model.info.pipeline_cls(
@@ -41,6 +46,7 @@ class Worker:
             model.server_args,
             source=model.source,
             progress=progress,
+            parallel=parallel,
         )
         self.lora_receipts = self._start_adapters()
 

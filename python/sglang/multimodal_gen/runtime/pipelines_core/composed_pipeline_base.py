@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentLoader,
 )
@@ -62,6 +63,7 @@ class ComposedPipelineBase(ABC):
         source: what ``model_path`` was found to be, where that is known already; the arguments
             then hold the checkpoint's facts (`bind_checkpoint`).
         progress: hears about loading, in bytes.
+        parallel: this rank's place among the ranks of the run; one rank by default.
 
     Raises:
         CheckpointError: a required component is missing or does not fit.
@@ -89,6 +91,7 @@ class ComposedPipelineBase(ABC):
         *,
         source: ModelSource | None = None,
         progress: ProgressListener | None = None,
+        parallel: ParallelState | None = None,
     ) -> None:
         if server_args.pipeline_config is None:
             raise PipelineDefinitionError(
@@ -105,6 +108,9 @@ class ComposedPipelineBase(ABC):
         self.stage_roles: dict[str, RoleType] = {}
         self.modules: dict[str, Any] = {}
         self.server_args = server_args
+        self.parallel = (
+            ParallelState.single(server_args.platform.device) if parallel is None else parallel
+        )
 
         self._load_modules(loaded_modules or {}, source, progress)
         self.create_pipeline_stages(self.server_args)
@@ -191,6 +197,7 @@ class ComposedPipelineBase(ABC):
                 self.component_loaders,
                 progress,
                 self.default_component_configs,
+                parallel=self.parallel,
             )
             self.modules |= {name: component.module for name, component in loaded.items()}
             for name, component in loaded.items():

@@ -7,7 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
+from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.loader.checkpoint import Checkpoint, find_checkpoint
 from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes import library_class
 from sglang.multimodal_gen.runtime.loader.json_file import read_json_object
@@ -48,7 +49,8 @@ class ComponentSpec:
 
     ``library`` and ``architecture`` are None for a component that neither the index nor its own
     files name. ``weights`` is where its weights are, if not in its folder; ``default_config``
-    stands for its ``config.json`` where there is none.
+    stands for its ``config.json`` where there is none. ``parallel`` is this rank's place: which
+    slices it holds.
     """
 
     name: str
@@ -57,6 +59,7 @@ class ComponentSpec:
     architecture: str | None
     precision: str
     device: str
+    parallel: ParallelState = field(default_factory=ParallelState.single)
     weights: Path | None = None
     default_config: Mapping[str, Any] | None = None
 

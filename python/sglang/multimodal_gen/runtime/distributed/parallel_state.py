@@ -1,0 +1,134 @@
+"""Who works on what: the layout of ranks, and the groups that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from sglang.multimodal_gen.runtime.distributed.group import Group
+
+MESH_DIMS = ("dp", "cfg", "ring", "ulysses", "tp")
+"""From the outermost to the innermost: neighbours in rank share the fastest link, and tensor
+parallelism speaks most often."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelLayout:
+    """How many ways each thing is split; their product is the number of ranks.
+
+    ``dp`` copies of the model serve different batches. Within a copy: ``cfg`` branches of guidance,
+    ``ring`` x ``ulysses`` pieces of the sequence, ``tp`` pieces of each weight.
+    """
+
+    dp: int = 1
+    cfg: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tp: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes in the order of `MESH_DIMS`."""
+        return tuple(getattr(self, name) for name in MESH_DIMS)
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return prod(self.shape)
+
+    @property
+    def sp(self) -> int:
+        """Pieces of the sequence."""
+        return self.ring * self.ulysses
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ParallelState:
+    """This process's place in the layout, and the groups it belongs to.
+
+    Made once in each process and handed down when things are built. ``device`` is where this rank
+    computes. Groups of one rank cost nothing, so code for one rank and for many is the same.
+
+    Attributes:
+        mesh: torch's mesh with dimensions `MESH_DIMS`; None in a run of one rank.
+        tp, ulysses, ring, cfg: along one dimension of the mesh.
+        sp: ring x ulysses. Rank r of it holds the r-th piece of the sequence.
+        weights: ring x ulysses x tp, what text encoders are spread over. Weights of the denoiser
+            are equal on the ranks of ``sp``, of an encoder's on none.
+        replica: all ranks that work on one request.
+        control: the same ranks, on the CPU (gloo): decisions, not tensors of the model.
+    """
+
+    layout: ParallelLayout
+    rank: int
+    device: torch.device
+    mesh: DeviceMesh | None
+    tp: Group
+    ulysses: Group
+    ring: Group
+    sp: Group
+    cfg: Group
+    weights: Group
+    replica: Group
+    control: Group
+
+    @classmethod
+    def single(cls, device: str | torch.device = "cpu") -> ParallelState:
+        """One rank, all alone; needs no process group."""
+        alone = {
+            name: Group(name)
+            for name in ("tp", "ulysses", "ring", "sp", "cfg", "weights", "replica", "control")
+        }
+        return cls(layout=ParallelLayout(), rank=0, device=torch.device(device), mesh=None, **alone)
+
+    @classmethod
+    def create(cls, layout: ParallelLayout, device: str | torch.device) -> ParallelState:
+        """Make the groups; every rank of the run calls this after ``init_process_group``.
+
+        Raises:
+            ValueError: the layout does not have as many ranks as the run.
+        """
+        world = dist.get_world_size()
+        if layout.world_size != world:
+            raise ValueError(f"{layout} has {layout.world_size} ranks, but {world} were started")
+        device = torch.device(device)
+        mesh = init_device_mesh(device.type, layout.shape, mesh_dim_names=MESH_DIMS)
+        ranks = torch.arange(world).view(layout.shape)
+        return cls(
+            layout=layout,
+            rank=dist.get_rank(),
+            device=device,
+            mesh=mesh,
+            tp=_along(ranks, "tp", ("tp",)),
+            ulysses=_along(ranks, "ulysses", ("ulysses",)),
+            ring=_along(ranks, "ring", ("ring",)),
+            sp=_along(ranks, "sp", ("ring", "ulysses")),
+            cfg=_along(ranks, "cfg", ("cfg",)),
+            weights=_along(ranks, "weights", ("ring", "ulysses", "tp")),
+            replica=_along(ranks, "replica", MESH_DIMS[1:]),
+            control=_along(ranks, "control", MESH_DIMS[1:], backend="gloo"),
+        )
+
+
+def _along(
+    ranks: torch.Tensor, name: str, dims: tuple[str, ...], backend: str | None = None
+) -> Group:
+    """The group of this process that varies along ``dims`` while the rest stays fixed."""
+    inner = [MESH_DIMS.index(dim) for dim in dims]
+    outer = [i for i in range(ranks.ndim) if i not in inner]
+    rows = ranks.permute(*outer, *inner).reshape(-1, prod(ranks.shape[i] for i in inner)).tolist()
+    mine = dist.get_rank()
+    found = Group(name)
+    for row in rows:
+        if len(row) == 1:
+            continue
+        # torch wants every process to make every group, in the same order.
+        handle = dist.new_group(row, backend=backend)
+        if isinstance(handle, ProcessGroup):
+            found = Group(name, row.index(mine), tuple(row), handle)
+    return found if found.size > 1 else Group(name, 0, (mine,))

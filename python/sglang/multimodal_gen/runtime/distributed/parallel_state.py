@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 from math import prod
 
 import torch
@@ -60,6 +61,9 @@ class ParallelState:
         sp: ring x ulysses. Rank r of it holds the r-th piece of the sequence.
         weights: ring x ulysses x tp, what text encoders are spread over. Weights of the denoiser
             are equal on the ranks of ``sp``, of an encoder's on none.
+        spreads: the groups of more than one rank that vary along some of ring, ulysses and tp, and
+            no other dimension; the largest, ``weights``, first. What does not divide over all of
+            them may over fewer.
         replica: all ranks that work on one request.
         control: the same ranks, on the CPU (gloo): decisions, not tensors of the model.
     """
@@ -76,6 +80,7 @@ class ParallelState:
     weights: Group
     replica: Group
     control: Group
+    spreads: tuple[Group, ...] = ()
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> ParallelState:
@@ -84,7 +89,14 @@ class ParallelState:
             name: Group(name)
             for name in ("tp", "ulysses", "ring", "sp", "cfg", "weights", "replica", "control")
         }
-        return cls(layout=ParallelLayout(), rank=0, device=torch.device(device), mesh=None, **alone)
+        return cls(
+            layout=ParallelLayout(),
+            rank=0,
+            device=torch.device(device),
+            mesh=None,
+            spreads=(),
+            **alone,
+        )
 
     @classmethod
     def create(cls, layout: ParallelLayout, device: str | torch.device) -> ParallelState:
@@ -99,20 +111,42 @@ class ParallelState:
         device = torch.device(device)
         mesh = init_device_mesh(device.type, layout.shape, mesh_dim_names=MESH_DIMS)
         ranks = torch.arange(world).view(layout.shape)
+        inner = {
+            ("tp",): _along(ranks, "tp", ("tp",)),
+            ("ulysses",): _along(ranks, "ulysses", ("ulysses",)),
+            ("ring",): _along(ranks, "ring", ("ring",)),
+            ("ring", "ulysses"): _along(ranks, "sp", ("ring", "ulysses")),
+            ("ring", "ulysses", "tp"): _along(ranks, "weights", ("ring", "ulysses", "tp")),
+        }
         return cls(
             layout=layout,
             rank=dist.get_rank(),
             device=device,
             mesh=mesh,
-            tp=_along(ranks, "tp", ("tp",)),
-            ulysses=_along(ranks, "ulysses", ("ulysses",)),
-            ring=_along(ranks, "ring", ("ring",)),
-            sp=_along(ranks, "sp", ("ring", "ulysses")),
+            tp=inner["tp",],
+            ulysses=inner["ulysses",],
+            ring=inner["ring",],
+            sp=inner["ring", "ulysses"],
             cfg=_along(ranks, "cfg", ("cfg",)),
-            weights=_along(ranks, "weights", ("ring", "ulysses", "tp")),
+            weights=inner["ring", "ulysses", "tp"],
+            spreads=_spreads(ranks, inner),
             replica=_along(ranks, "replica", MESH_DIMS[1:]),
             control=_along(ranks, "control", MESH_DIMS[1:], backend="gloo"),
         )
+
+
+def _spreads(ranks: torch.Tensor, made: dict[tuple[str, ...], Group]) -> tuple[Group, ...]:
+    """Groups along every choice of the dimensions of ``weights``, made where they are not yet."""
+    *_, widest = made
+    dims = [dim for dim in widest if made[dim,].size > 1]
+    spreads: dict[tuple[str, ...], Group] = {tuple(dims): made[widest]} if dims else {}
+    for count in range(1, len(dims)):
+        for choice in combinations(dims, count):
+            found = made.get(choice)
+            spreads[choice] = found or _along(ranks, " x ".join(choice), choice)
+    # Among equals, one with tp in it first: its ranks share the fastest link.
+    order = sorted(spreads, key=lambda choice: (-spreads[choice].size, "tp" not in choice))
+    return tuple(spreads[choice] for choice in order)
 
 
 def _along(

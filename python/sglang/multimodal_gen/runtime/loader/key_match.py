@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from sglang.multimodal_gen.runtime.layers.shard import shard_of
 from sglang.multimodal_gen.runtime.loader.checkpoint import Checkpoint, listed
 from sglang.multimodal_gen.runtime.loader.safetensors_header import StoredTensor
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, PipelineDefinitionError
@@ -158,9 +159,11 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _misfit(name: str, target: torch.Tensor, stored: StoredTensor) -> str:
-    """Why a stored tensor cannot fill its slot; empty when it can."""
-    if tuple(target.shape) != stored.shape:
-        return f"{name} (stored {_shape(stored.shape)}, the model has {_shape(target.shape)})"
+    """Why a stored tensor cannot fill its slot; empty when it can. Slices are measured whole."""
+    shard = shard_of(target)
+    shape = tuple(target.shape) if shard is None else shard.whole_shape(target.shape)
+    if shape != stored.shape:
+        return f"{name} (stored {_shape(stored.shape)}, the model has {_shape(shape)})"
     kind = _FLOATS if target.is_floating_point() else _INTEGERS
     if stored.dtype in kind or (target.is_complex() and stored.dtype == "C64"):
         return ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from sglang.multimodal_gen.runtime.layers.shard import Shard
 from sglang.multimodal_gen.runtime.loader.safetensors_header import StoredTensor
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
 
@@ -21,7 +23,8 @@ WINDOW_BYTES = 64 << 20
 class TensorReader:
     """Context manager over the safetensors files of a checkpoint; holds one file open at a time.
 
-    A tensor from ``read`` is a view of the file: copy it, do not keep it.
+    What it reads are views of the file: copy them, do not keep them. A page of the file is read
+    when a view of it is copied, so that a slice costs what it holds.
     """
 
     def __init__(self, window_bytes: int = WINDOW_BYTES) -> None:
@@ -45,17 +48,35 @@ class TensorReader:
 
     def read(self, name: str, stored: StoredTensor) -> torch.Tensor:
         """The stored tensor, on the CPU, in its stored dtype."""
+        with self._opened(name, stored):
+            tensor = self._handle.get_tensor(name)
+        self._count(stored.nbytes)
+        return tensor
+
+    def read_pieces(self, name: str, stored: StoredTensor, shard: Shard) -> list[torch.Tensor]:
+        """The pieces of a stored tensor that make up a rank's slice along ``shard.dim``."""
+        before = (slice(None),) * shard.dim
+        with self._opened(name, stored):
+            whole = self._handle.get_slice(name)
+            pieces = [whole[(*before, slice(start, stop))] for start, stop in shard.pieces]
+        self._count(sum(piece.nbytes for piece in pieces))
+        return pieces
+
+    @contextmanager
+    def _opened(self, name: str, stored: StoredTensor) -> Iterator[None]:
+        """Inside, the handle is of the tensor's file; what safetensors raises names both."""
         if self._file != stored.file or self._read_in_window >= self._window_bytes:
             self._reopen(stored.file)
         try:
-            tensor = self._handle.get_tensor(name)
+            yield
         except SafetensorError as problem:
             raise CheckpointError(
                 f"Tensor {name!r} ({stored.dtype}) of {stored.file} cannot be read: {problem}."
             ) from problem
-        self._read_in_window += stored.nbytes
-        self.bytes_read += stored.nbytes
-        return tensor
+
+    def _count(self, nbytes: int) -> None:
+        self._read_in_window += nbytes
+        self.bytes_read += nbytes
 
     def _reopen(self, file: Path) -> None:
         self._close()

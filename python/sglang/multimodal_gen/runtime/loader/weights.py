@@ -1,8 +1,9 @@
 """Weights streamed from safetensors into a module, one tensor at a time.
 
-Each tensor goes from the memory map straight to its device and dtype. There is no state dict of
-the whole checkpoint, on any device: the peak is the finished module, one tensor and one window of
-the map. The module ends up independent of the files: they may change or vanish afterwards.
+Each tensor goes from the memory map straight to its device and dtype; of a parameter that is a
+slice (`Shard`), only that slice. There is no state dict of the whole checkpoint, on any device: the
+peak is the finished module, one tensor and one window of the map. The module ends up independent of
+the files: they may change or vanish afterwards.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from sglang.multimodal_gen.runtime.layers.shard import Shard, shard_of
 from sglang.multimodal_gen.runtime.loader.checkpoint import Checkpoint, listed
 from sglang.multimodal_gen.runtime.loader.key_match import (
     KeyMatch,
@@ -24,6 +26,7 @@ from sglang.multimodal_gen.runtime.loader.key_match import (
     match_keys,
     rename_by_table,
 )
+from sglang.multimodal_gen.runtime.loader.safetensors_header import StoredTensor
 from sglang.multimodal_gen.runtime.loader.tensor_reader import TensorReader
 from sglang.multimodal_gen.runtime.loader.transformers_keys import (
     is_transformers_model,
@@ -42,7 +45,8 @@ class LoadReceipt:
 
     ``dtypes`` counts tensors by ``"BF16 -> float32"``; ``ignored`` are stored names that the
     module does not want and may leave; ``unused`` safetensors files of the folder not read;
-    ``bytes_read`` is what was read as stored, headers not counted.
+    ``bytes_read`` is what this rank read as stored, headers not counted; ``sharded`` how many of
+    the ``tensors`` it holds a slice of.
     """
 
     component: str
@@ -52,6 +56,7 @@ class LoadReceipt:
     dtypes: Mapping[str, int]
     ignored: tuple[str, ...] = ()
     unused: tuple[Path, ...] = ()
+    sharded: int = 0
 
     def dtype_table(self) -> str:
         """The dtype counts in one line, most frequent first."""
@@ -71,7 +76,8 @@ def load_weights(
     """Fill a module that was built on meta; afterwards it is whole, frozen and in eval mode.
 
     Args:
-        module: from ``build_on_meta``; of no use after an error. Its class may carry
+        module: from ``build_on_meta``, with the slices that this rank holds where a plan was
+            applied; of no use after an error. Its class may carry
             ``checkpoint_names`` (pattern -> replacement, stored names to module names),
             ``_keep_in_fp32_modules``, ``_keep_in_fp32_modules_strict``,
             ``_keys_to_ignore_on_load_unexpected`` and ``_keys_to_ignore_on_load_missing``.
@@ -90,15 +96,20 @@ def load_weights(
     dtype_for = dtype_rule(module, dtype)
     tracker = _Tracker(checkpoint, match, label, progress)
     counts: Counter[str] = Counter()
+    sharded = 0
     with TensorReader() as reader:
         for slot in _in_file_order(match, checkpoint):
             stored = checkpoint.tensors[slot.source]
-            view = reader.read(slot.source, stored)
-            target = dtype_for(slot.names[0]) if view.is_floating_point() else view.dtype
-            _assign(module, slot.names, _placed(view, device, target))
+            shard = shard_of(_tensor(module, slot.names[0]))
+            views = _read(reader, slot.source, stored, shard)
+            floating = views[0].is_floating_point()
+            target = dtype_for(slot.names[0]) if floating else views[0].dtype
+            _assign(module, slot.names, _placed(views, shard, device, target))
             counts[f"{stored.dtype} -> {str(target).removeprefix('torch.')}"] += 1
+            sharded += shard is not None
             for copy in slot.copies:
-                _require_equal(slot, copy, view, reader.read(copy, checkpoint.tensors[copy]), label)
+                again = _read(reader, copy, checkpoint.tensors[copy], shard)
+                _require_equal(slot, copy, views, again, label)
             tracker.advance(slot)
         bytes_read = reader.bytes_read
     _finish(module, device, label)
@@ -110,6 +121,7 @@ def load_weights(
         dtypes=MappingProxyType(dict(counts)),
         ignored=match.ignored,
         unused=checkpoint.unused,
+        sharded=sharded,
     )
 
 
@@ -164,17 +176,42 @@ def _in_file_order(match: KeyMatch, checkpoint: Checkpoint) -> list[Slot]:
     return sorted(match.slots, key=place)
 
 
-def _placed(view: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of a mapped tensor on its device, in its dtype: never an alias of the file."""
+def _read(
+    reader: TensorReader, name: str, stored: StoredTensor, shard: Shard | None
+) -> list[torch.Tensor]:
+    """Views of a stored tensor: one of all of it, or those of a slice's pieces."""
+    return [reader.read(name, stored)] if shard is None else reader.read_pieces(name, stored, shard)
+
+
+def _placed(
+    views: list[torch.Tensor], shard: Shard | None, device: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """A dense copy of mapped tensors, on the device, in the dtype: never an alias of the file."""
+    if len(views) > 1:
+        assert shard is not None
+        shape = list(views[0].shape)
+        shape[shard.dim] = sum(view.shape[shard.dim] for view in views)
+        copy = torch.empty(shape, device=device, dtype=dtype)
+        parts = copy.split([view.shape[shard.dim] for view in views], shard.dim)
+        for part, view in zip(parts, views, strict=True):
+            part.copy_(view)
+        return copy
+    (view,) = views
     if torch.device(device).type == "cpu":
-        return view.to(dtype=dtype, copy=True)
-    return view.to(device).to(dtype)  # the stored bytes travel, the device casts
+        return view.to(dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+    # The stored bytes travel, the device casts.
+    return view.contiguous().to(device).to(dtype)
+
+
+def _tensor(module: nn.Module, name: str) -> torch.Tensor:
+    """The parameter or buffer of a name."""
+    path, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(path), leaf)
 
 
 def _assign(module: nn.Module, names: tuple[str, ...], value: torch.Tensor) -> None:
     """Put one tensor under all its names, as a frozen parameter where a parameter was."""
-    path, _, leaf = names[0].rpartition(".")
-    old = getattr(module.get_submodule(path), leaf)
+    old = _tensor(module, names[0])
     if isinstance(old, nn.Parameter):
         value = nn.Parameter(value, requires_grad=False)
         vars(value).update(vars(old))
@@ -184,9 +221,10 @@ def _assign(module: nn.Module, names: tuple[str, ...], value: torch.Tensor) -> N
 
 
 def _require_equal(
-    slot: Slot, copy: str, first: torch.Tensor, second: torch.Tensor, label: str
+    slot: Slot, copy: str, first: list[torch.Tensor], second: list[torch.Tensor], label: str
 ) -> None:
-    if not (_same_bytes(first, second) or torch.equal(first.double(), second.double())):
+    pairs = zip(first, second, strict=True)
+    if not all(_same_bytes(a, b) or torch.equal(a.double(), b.double()) for a, b in pairs):
         raise CheckpointError(
             f"Checkpoint of {label!r} stores {slot.source!r} and {copy!r} with different values, "
             f"but the model shares one tensor between {listed(slot.names)}."

@@ -329,7 +329,7 @@ class LoRAPipeline(ComposedPipelineBase):
 
     def _adapted_module(self, component: str) -> AdaptedModule:
         if component not in self._adapted:
-            self._adapted[component] = AdaptedModule(self.modules[component])
+            self._adapted[component] = AdaptedModule(self.modules[component], self.parallel.device)
         return self._adapted[component]
 
     def _components(self) -> list[str]:

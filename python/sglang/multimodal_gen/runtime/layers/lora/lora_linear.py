@@ -9,13 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from sglang.multimodal_gen.runtime.layers.linear import ParallelLinear
 from sglang.multimodal_gen.runtime.layers.lora.low_rank import Term, stacked
 
 
 class LoRALinear:
     """The adapters of one linear. At rest the linear is exactly what it was before.
 
-    *Live*: a forward hook adds the low-rank path to the output; the weight is not touched.
+    *Live*: a forward hook adds the low-rank path to the output; the weight is not touched. A linear
+    that is dealt over ranks adds its slice of the path to its own product, which is then gathered
+    or summed with the product.
     *Merged*: the weight holds base plus change, computed in float32 and rounded once; a copy of the
     base stays in host memory, so that `clear` restores it bit for bit.
     """
@@ -36,6 +39,8 @@ class LoRALinear:
         """Back to the base, bit for bit."""
         if self._hook is not None:
             self._hook.remove()
+        if isinstance(self.linear, ParallelLinear):
+            self.linear.on_product = None
         self._hook = self._down = self._up = None
         if self._base is not None:
             with torch.no_grad():
@@ -46,19 +51,22 @@ class LoRALinear:
         """Add the terms in each forward, instead of whatever was there."""
         self.clear()
         weight = self.linear.weight
-        down, up = stacked(tuple(terms), weight.device)
+        down, up = self._factors(terms)
         self._down, self._up = down.to(weight.dtype), up.to(weight.dtype)
-        self._hook = self.linear.register_forward_hook(self._add, with_kwargs=True)
+        if isinstance(self.linear, ParallelLinear):
+            self.linear.on_product = self._add_to
+        else:
+            self._hook = self.linear.register_forward_hook(self._add, with_kwargs=True)
 
     def merge(self, terms: Sequence[Term]) -> tuple[float, float]:
         """Put the terms into the weight, instead of whatever was there.
 
         Returns the squared norms of what rounding to the weight's dtype took from the change, and
-        of the change.
+        of the change; of this rank's slice of it.
         """
         self.clear()
         weight = self.linear.weight
-        down, up = stacked(tuple(terms), weight.device)
+        down, up = self._factors(terms)
         change = up @ down
         self._base = weight.detach().to("cpu", copy=True)
         wide = weight.detach().to(torch.float32, copy=True)
@@ -70,7 +78,17 @@ class LoRALinear:
     def _add(
         self, linear: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Tensor
     ) -> Tensor:
-        x = args[0] if args else kwargs["input"]
+        return self._add_to(args[0] if args else kwargs["input"], output)
+
+    def _factors(self, terms: Sequence[Term]) -> tuple[Tensor, Tensor]:
+        """The terms' sum as a pair of factors of the weight, or of this rank's slice of it."""
+        down, up = stacked(tuple(terms), self.linear.weight.device)
+        if not isinstance(self.linear, ParallelLinear):
+            return down, up
+        shard = self.linear.shard
+        return (down, shard.of(up)) if shard.dim == 0 else (shard.of(down), up)
+
+    def _add_to(self, x: Tensor, output: Tensor) -> Tensor:
         down, up = self._down, self._up
         assert down is not None
         assert up is not None

@@ -16,13 +16,15 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
+from sglang.multimodal_gen.runtime.layers.lora.normal_form import denoisers_of
+from sglang.multimodal_gen.runtime.layers.tensor_parallel import PlannedModel, plan_of
 from sglang.multimodal_gen.runtime.loader.checkpoint import Checkpoint, find_checkpoint
 from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes import library_class
 from sglang.multimodal_gen.runtime.loader.json_file import read_json_object
 from sglang.multimodal_gen.runtime.loader.meta_build import build_on_meta, default_dtype
 from sglang.multimodal_gen.runtime.loader.weights import LoadReceipt, load_weights
 from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
-from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
+from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, InvalidArgument
 from sglang.multimodal_gen.runtime.utils.precision import parse_precision
 
 if TYPE_CHECKING:
@@ -146,6 +148,7 @@ class NeuralComponentLoader(ComponentLoader):
         # without naming a dtype follow it, and those that name one keep it.
         with default_dtype(dtype):
             module = build_on_meta(lambda: self._built(cls, spec))
+        self.spread(module, spec)
         receipt = load_weights(
             module,
             checkpoint,
@@ -155,6 +158,30 @@ class NeuralComponentLoader(ComponentLoader):
             progress=progress,
         )
         return module, receipt
+
+    def spread(self, module: nn.Module, spec: ComponentSpec) -> None:
+        """Put a model's ``TP_PLAN`` in force, if it has one, over the ranks of tensor parallelism.
+
+        Raises:
+            InvalidArgument: a denoiser has none, or something in it does not divide.
+            PipelineDefinitionError: the plan does not fit the model.
+        """
+        group = spec.parallel.tp
+        if group.size == 1:
+            return
+        plan, name = plan_of(type(module)), type(module).__name__
+        if not plan and denoisers_of([spec.name]):
+            problem = (
+                f"{name} has no TP_PLAN, so each rank would hold all of it; use --tp-size 1, or "
+                "write the table in its file"
+            )
+            raise InvalidArgument("tp_size", group.size, problem)
+        if plan:
+            planned = PlannedModel(module, plan)
+            if wrong := planned.misfit(group.size):
+                problem = f"{wrong} does not divide over tp_size={group.size}"
+                raise InvalidArgument("tp_size", group.size, problem)
+            planned.apply(group)
 
     def model_class(self, spec: ComponentSpec) -> type:
         """The registered class, else the class that ``model_index.json`` names in its library."""

@@ -1,0 +1,30 @@
+"""T5's encoder: Transformers' module, with a table that deals it over ranks.
+
+Paper: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+Transformer" (2020).
+"""
+
+from __future__ import annotations
+
+import transformers
+
+from sglang.multimodal_gen.runtime.layers.tensor_parallel import Column, Divided, Row, Vocab
+
+
+class T5EncoderModel(transformers.T5EncoderModel):
+    """The encoder alone, gated or not."""
+
+
+# One position bias for all layers lives in the first; it has a column a head.
+TP_PLAN = {
+    "shared": Vocab(),
+    "encoder.embed_tokens": Vocab(),
+    "encoder.block.*.SelfAttention.[qkv]": Column(heads="num_heads"),
+    "encoder.block.*.SelfAttention.o": Row(),
+    "encoder.block.*.SelfAttention.relative_attention_bias": Column(heads="num_heads"),
+    "encoder.block.*.SelfAttention": Divided("n_heads", "inner_dim"),
+    "encoder.block.*.DenseReluDense.wi*": Column(),
+    "encoder.block.*.DenseReluDense.wo": Row(),
+}
+
+EntryClass = T5EncoderModel

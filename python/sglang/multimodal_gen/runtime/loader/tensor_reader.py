@@ -50,7 +50,7 @@ class TensorReader:
         """The stored tensor, on the CPU, in its stored dtype."""
         with self._opened(name, stored):
             tensor = self._handle.get_tensor(name)
-        self._count(stored.nbytes)
+        self._count(stored.nbytes, stored.nbytes)
         return tensor
 
     def read_pieces(self, name: str, stored: StoredTensor, shard: Shard) -> list[torch.Tensor]:
@@ -59,7 +59,9 @@ class TensorReader:
         with self._opened(name, stored):
             whole = self._handle.get_slice(name)
             pieces = [whole[(*before, slice(start, stop))] for start, stop in shard.pieces]
-        self._count(sum(piece.nbytes for piece in pieces))
+        held = sum(piece.nbytes for piece in pieces)
+        # A piece of each row touches every page, where rows are no longer than one.
+        self._count(held, stored.nbytes if shard.dim else held)
         return pieces
 
     @contextmanager
@@ -74,9 +76,9 @@ class TensorReader:
                 f"Tensor {name!r} ({stored.dtype}) of {stored.file} cannot be read: {problem}."
             ) from problem
 
-    def _count(self, nbytes: int) -> None:
-        self._read_in_window += nbytes
-        self.bytes_read += nbytes
+    def _count(self, read: int, mapped: int) -> None:
+        self.bytes_read += read
+        self._read_in_window += mapped
 
     def _reopen(self, file: Path) -> None:
         self._close()

@@ -162,26 +162,26 @@ class NeuralComponentLoader(ComponentLoader):
     def spread(self, module: nn.Module, spec: ComponentSpec) -> None:
         """Put a model's ``TP_PLAN`` in force, if it has one, over the ranks of tensor parallelism.
 
+        The table is met on one rank too, so that a wrong row is found without a second GPU.
+
         Raises:
             InvalidArgument: a denoiser has none, or something in it does not divide.
             PipelineDefinitionError: the plan does not fit the model.
         """
-        group = spec.parallel.tp
-        if group.size == 1:
+        size, plan = spec.parallel.tp.size, plan_of(type(module))
+        if not plan:
+            if size > 1 and denoisers_of([spec.name]):
+                problem = (
+                    f"{type(module).__name__} has no TP_PLAN, so each rank would hold all of it; "
+                    "use --tp-size 1, or write the table in its file"
+                )
+                raise InvalidArgument("tp_size", size, problem)
             return
-        plan, name = plan_of(type(module)), type(module).__name__
-        if not plan and denoisers_of([spec.name]):
-            problem = (
-                f"{name} has no TP_PLAN, so each rank would hold all of it; use --tp-size 1, or "
-                "write the table in its file"
-            )
-            raise InvalidArgument("tp_size", group.size, problem)
-        if plan:
-            planned = PlannedModel(module, plan)
-            if wrong := planned.misfit(group.size):
-                problem = f"{wrong} does not divide over tp_size={group.size}"
-                raise InvalidArgument("tp_size", group.size, problem)
-            planned.apply(group)
+        planned = PlannedModel(module, plan)
+        if wrong := planned.misfit(size):
+            problem = f"{wrong} does not divide over tp_size={size}"
+            raise InvalidArgument("tp_size", size, problem)
+        planned.apply(spec.parallel.tp)
 
     def model_class(self, spec: ComponentSpec) -> type:
         """The registered class, else the class that ``model_index.json`` names in its library."""

@@ -42,11 +42,9 @@ class TextEncoderLoader(NeuralComponentLoader):
             UserError: it has no plan, or divides over no group.
             PipelineDefinitionError: the plan does not fit the model.
         """
-        groups = spec.parallel.spreads
-        if not groups:
-            return
-        plan, name = plan_of(type(module)), type(module).__name__
-        if plan is None:
+        groups, plan = spec.parallel.spreads, plan_of(type(module))
+        name = type(module).__name__
+        if plan is None and groups:
             raise UserError(
                 f"{spec.name}: {name} has no TP_PLAN, so each of {groups[0].size} ranks would hold "
                 "all of it; use --tp-size 1 and --sp-degree 1, or register a class with a TP_PLAN "
@@ -55,10 +53,10 @@ class TextEncoderLoader(NeuralComponentLoader):
         if not plan:
             return
         planned = PlannedModel(module, plan)
-        for group in groups:
-            if not planned.misfit(group.size):
-                break
-        else:
+        if not groups:
+            return
+        group = next((g for g in groups if not planned.misfit(g.size)), None)
+        if group is None:
             sizes = " or ".join(f"{group.size} ({group.name})" for group in groups)
             raise UserError(
                 f"{spec.name}: {planned.misfit(groups[-1].size)} does not divide over the ranks of "

@@ -14,6 +14,11 @@ from sglang.multimodal_gen.runtime.layers.tensor_parallel import Column, Divided
 class CLIPTextModel(transformers.CLIPTextModel):
     """The text tower."""
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: the library's table of old parameter names holds for it."""
+        return False
+
 
 TP_PLAN = {
     "embeddings.token_embedding": Vocab(),

@@ -14,6 +14,11 @@ from sglang.multimodal_gen.runtime.layers.tensor_parallel import Column, Divided
 class T5EncoderModel(transformers.T5EncoderModel):
     """The encoder alone, gated or not."""
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: the library's table of old parameter names holds for it."""
+        return False
+
 
 # One position bias for all layers lives in the first; it has a column a head.
 TP_PLAN = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ranks import run_ranks
 from sglang.multimodal_gen.runtime.distributed.group import Group
@@ -14,7 +16,9 @@ NAMES = ("tp", "ulysses", "ring", "sp", "cfg", "weights", "replica", "control")
 
 def _members(_rank: int, layout: ParallelLayout) -> dict[str, tuple[int, ...]]:
     state = ParallelState.create(layout, "cpu")
-    return {name: getattr(state, name).ranks for name in NAMES}
+    found = {name: getattr(state, name).ranks for name in NAMES}
+    assert state.spreads == () or state.spreads[0] is state.weights
+    return found | {f"spread over {group.name}": group.ranks for group in state.spreads}
 
 
 def test_groups_follow_the_layout():
@@ -25,6 +29,12 @@ def test_groups_follow_the_layout():
     assert found[3]["sp"] == (1, 3)
     assert found[2]["ring"] == found[2]["cfg"] == (2,)
     assert all(row["weights"] == row["replica"] == (0, 1, 2, 3) for row in found)
+    spreads = {name: ranks for name, ranks in found[1].items() if name.startswith("spread")}
+    assert list(spreads.items()) == [
+        ("spread over weights", (0, 1, 2, 3)),
+        ("spread over tp", (0, 1)),
+        ("spread over ulysses", (1, 3)),
+    ]
 
 
 def test_branches_of_guidance_share_no_weights_group():
@@ -34,6 +44,30 @@ def test_branches_of_guidance_share_no_weights_group():
     assert found[0]["weights"] == (0, 1)
     assert found[2]["weights"] == (2, 3)
     assert found[0]["replica"] == (0, 1, 2, 3)
+    assert [name for name in found[0] if name.startswith("spread")] == ["spread over weights"]
+
+
+def test_weights_can_be_spread_over_any_choice_of_dimensions(monkeypatch):
+    make = dist.new_group
+    monkeypatch.setattr(dist, "new_group", lambda ranks, backend: make(ranks))  # no gloo here
+    dist.init_process_group("fake", rank=5, world_size=8, store=FakeStore())  # sends nothing
+    try:
+        found = _members(5, ParallelLayout(ring=2, ulysses=2, tp=2))
+    finally:
+        dist.destroy_process_group()
+    spreads = {name[12:]: ranks for name, ranks in found.items() if name.startswith("spread")}
+    assert spreads == {
+        "weights": (0, 1, 2, 3, 4, 5, 6, 7),
+        "ulysses x tp": (4, 5, 6, 7),
+        "ring x tp": (0, 1, 4, 5),
+        "sp": (1, 3, 5, 7),
+        "tp": (4, 5),
+        "ulysses": (5, 7),
+        "ring": (1, 5),
+    }
+    order = [len(ranks) for ranks in spreads.values()]
+    assert order == sorted(order, reverse=True)
+    assert list(spreads)[1:3] == ["ring x tp", "ulysses x tp"]
 
 
 def test_copies_of_the_model_share_nothing():

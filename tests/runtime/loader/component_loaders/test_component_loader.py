@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from diffusers.models.modeling_utils import ModelMixin
 from safetensors.torch import save_file
 from torch import nn
 
+from sglang.multimodal_gen.runtime.distributed.group import Group
+from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
+from sglang.multimodal_gen.runtime.layers.tensor_parallel import Column
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentLoader,
     ComponentSpec,
@@ -20,7 +24,11 @@ from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader imp
     PlainStateDictComponentLoader,
 )
 from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
-from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, InvalidArgument
+from sglang.multimodal_gen.runtime.utils.errors import (
+    CheckpointError,
+    InvalidArgument,
+    PipelineDefinitionError,
+)
 
 
 class QueryFormer(nn.Module):
@@ -255,3 +263,48 @@ def test_a_loader_of_a_porter_is_a_load_module(tmp_path: Path) -> None:
 
     loaded = Constant().load(_spec(tmp_path))
     assert (loaded.module, loaded.receipt) == (("queryformer", "fp32"), None)
+
+
+def _ranks(size: int) -> ParallelState:
+    group = Group("tp", 1, tuple(range(size)))
+    return dataclasses.replace(ParallelState.single(), tp=group)
+
+
+def test_a_denoiser_without_a_plan_is_not_replicated(tmp_path: Path) -> None:
+    _write(tmp_path, CONFIG, depth=2)
+    spec = _spec(tmp_path, name="transformer", parallel=_ranks(2))
+    said = "tp_size=2: QueryFormer has no TP_PLAN, so each rank would hold all of it"
+    with pytest.raises(InvalidArgument, match=said):
+        NeuralComponentLoader().load(spec)
+    assert NeuralComponentLoader().load(_spec(tmp_path, name="transformer")).receipt
+
+
+def test_an_auxiliary_module_without_a_plan_stays_whole(tmp_path: Path) -> None:
+    loaded = _plain(_write(tmp_path, CONFIG, depth=2), parallel=_ranks(2))
+    assert loaded.receipt is not None
+    assert loaded.receipt.sharded == 0
+
+
+class Planned(QueryFormer):
+    """With a table."""
+
+    TP_PLAN = {"layers.*": Column(gather_output=True)}
+
+
+def test_a_plan_is_put_in_force_before_weights_are_read(tmp_path: Path) -> None:
+    ModelRegistry.register_model("Planned", Planned)
+    _write(tmp_path, CONFIG | {"_class_name": "Planned"}, depth=2)
+    loaded = _plain(tmp_path, name="transformer", parallel=_ranks(2))
+    assert loaded.receipt is not None
+    assert loaded.receipt.sharded == 4
+    assert loaded.module.layers[1].weight.shape == (2, 4)
+    with pytest.raises(
+        InvalidArgument, match=r"4 outputs of layers\.0 does not divide over tp_siz"
+    ):
+        _plain(tmp_path, name="transformer", parallel=_ranks(3))
+
+
+def test_a_wrong_row_is_found_on_one_rank_too(tmp_path: Path) -> None:
+    ModelRegistry.register_model("Wrong", type("Wrong", (Planned,), {"TP_PLAN": {"x": Column()}}))
+    with pytest.raises(PipelineDefinitionError, match="TP_PLAN of Wrong: 'x' matches no module"):
+        _plain(_write(tmp_path, CONFIG | {"_class_name": "Wrong"}, depth=2))

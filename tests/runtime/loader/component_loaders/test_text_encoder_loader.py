@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from sglang.multimodal_gen.runtime.distributed.group import Group
+from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentSpec,
     LoadedComponent,
@@ -25,7 +29,7 @@ from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader imp
 from sglang.multimodal_gen.runtime.loader.component_loaders.text_encoder_loader import (
     TextEncoderLoader,
 )
-from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
+from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, UserError
 
 IDS = torch.tensor([[3, 7, 11, 29]])
 T5_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")
@@ -67,7 +71,9 @@ def _save(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def _load(folder: Path, architecture: str | None, precision: str = "fp32") -> LoadedComponent:
+def _load(
+    folder: Path, architecture: str | None, precision: str = "fp32", **changes: Any
+) -> LoadedComponent:
     spec = ComponentSpec(
         name="text_encoder",
         path=folder,
@@ -75,6 +81,7 @@ def _load(folder: Path, architecture: str | None, precision: str = "fp32") -> Lo
         architecture=architecture,
         precision=precision,
         device="cpu",
+        **changes,
     )
     return TextEncoderLoader().load(spec)
 
@@ -230,3 +237,64 @@ def test_what_is_no_module_is_refused(tmp_path: Path) -> None:
     _save(_clip(), tmp_path)
     with pytest.raises(CheckpointError, match="CLIPTextConfig is no torch module"):
         _load(tmp_path, "CLIPTextConfig")
+
+
+def _spread(folder: Path, architecture: str, groups: dict[str, int]) -> Any:
+    """Loaded as the second rank of a run in which weights may be spread over these groups."""
+    spreads = tuple(Group(name, 1, tuple(range(size))) for name, size in groups.items())
+    parallel = dataclasses.replace(ParallelState.single(), spreads=spreads)
+    return _load(folder, architecture, parallel=parallel)
+
+
+@pytest.mark.parametrize("make", [_clip, _t5])
+def test_an_encoder_is_spread_over_all_ranks(tmp_path: Path, make: Any) -> None:
+    model = make()
+    _save(model, tmp_path)
+    loaded = _spread(tmp_path, type(model).__name__, {"weights": 2, "tp": 1})
+    assert loaded.receipt.sharded > 10
+    whole = sum(p.numel() for p in model.parameters())
+    held = sum(p.numel() for p in loaded.module.parameters())
+    assert held < 0.56 * whole  # norms and CLIP's positions are whole
+
+
+def test_an_encoder_that_does_not_divide_is_spread_over_fewer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _save(_clip(), tmp_path)
+    caplog.set_level(logging.INFO)
+    loaded = _spread(tmp_path, "CLIPTextModel", {"weights": 8, "ulysses x tp": 4, "tp": 2})
+    attention = loaded.module.encoder.layers[0].self_attn
+    assert attention.q_proj.weight.shape == (8, 16)
+    assert attention.num_heads == 1
+    notes = [record.message for record in caplog.records]
+    assert notes == [
+        "text_encoder: num_attention_heads=2 of CLIPTextModel does not divide over 8 ranks; it is "
+        "spread over 2 (tp), and each slice is held 4 times"
+    ]
+
+
+def test_an_encoder_that_divides_over_no_group_is_refused(tmp_path: Path) -> None:
+    _save(_clip(num_attention_heads=1, hidden_size=15, intermediate_size=24), tmp_path)
+    said = (
+        r"text_encoder: num_attention_heads=1 of CLIPTextModel does not divide over the ranks of "
+        r"tensor and sequence parallelism: 4 \(weights\) or 2 \(tp\)\. Choose another --tp-size"
+    )
+    with pytest.raises(UserError, match=said):
+        _spread(tmp_path, "CLIPTextModel", {"weights": 4, "tp": 2})
+
+
+def test_an_encoder_without_a_plan_is_not_replicated(tmp_path: Path) -> None:
+    config = Qwen2Config(
+        vocab_size=30,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    _save(Qwen2Model(config), tmp_path)
+    said = "Qwen2Model has no TP_PLAN, so each of 2 ranks would hold all of it"
+    with pytest.raises(UserError, match=said):
+        _spread(tmp_path, "Qwen2Model", {"weights": 2})

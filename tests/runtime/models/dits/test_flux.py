@@ -2,6 +2,9 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel as Reference
 
+from sglang.multimodal_gen.runtime.distributed.group import Group
+from sglang.multimodal_gen.runtime.layers.shard import shard_of
+from sglang.multimodal_gen.runtime.layers.tensor_parallel import PlannedModel, plan_of
 from sglang.multimodal_gen.runtime.models.dits.flux import FluxTransformer2DModel
 
 CONFIG = {
@@ -88,3 +91,20 @@ def test_half_precision_rounds_time_and_guidance_as_the_reference_does(models):
 def test_axes_that_do_not_fill_a_head_are_refused():
     with pytest.raises(ValueError, match="axes_dims_rope"):
         FluxTransformer2DModel(**{**CONFIG, "axes_dims_rope": (4, 6, 8)})
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_rank_of_the_published_size_holds_its_part(size):
+    with torch.device("meta"):
+        model = FluxTransformer2DModel(guidance_embeds=True)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    assert 11.8e9 < whole < 12.0e9
+    planned = PlannedModel(model, plan_of(FluxTransformer2DModel))
+    assert planned.misfit(size) == ""
+    assert planned.misfit(5) == "num_attention_heads=24 of FluxTransformer2DModel"
+    planned.apply(Group("tp", size - 1, tuple(range(size))))
+    held = sum(parameter.numel() for parameter in model.parameters())
+    kept = sum(p.numel() for p in model.parameters() if shard_of(p) is None)
+    assert kept < 0.0055 * whole
+    assert held - kept == (whole - kept) / size
+    assert held < whole / size + 0.006 * whole

@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sglang.multimodal_gen.configs.pipeline_configs.base import ImagePipelineConfig
+from sglang.multimodal_gen.runtime.distributed.group import Group
+from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentLoader,
     ComponentSpec,
@@ -465,3 +467,12 @@ def test_the_users_weights_win_over_the_one_file(one_file: ModelSource, tmp_path
     (one_file.root / "config.json").write_text(json.dumps(config))
     loaded = _load(one_file, "transformer", component_weights_paths={"transformer": str(file)})
     assert loaded["transformer"].module.weight[0] == 8
+
+
+def test_an_alias_of_a_denoiser_is_one_too(source: ModelSource) -> None:
+    """On several ranks it would be held whole by each: refused, as it has no table."""
+    parallel = dataclasses.replace(ParallelState.single(), tp=Group("tp", 0, (0, 1)))
+    load_components(source, {"vae": "vae"}, _args(), {}, parallel=parallel)
+    for name in ("denoiser", "transformer"):
+        with pytest.raises(InvalidArgument, match="tp_size=2: Block has no TP_PLAN"):
+            load_components(source, {name: "transformer"}, _args(), {}, parallel=parallel)

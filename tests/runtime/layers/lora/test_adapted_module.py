@@ -2,8 +2,10 @@ import pytest
 import torch
 from torch import nn
 
+from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.layers.lora.adapted_module import AdaptedModule
 from sglang.multimodal_gen.runtime.layers.lora.low_rank import LowRank, Term
+from sglang.multimodal_gen.runtime.layers.tensor_parallel import Column, PlannedModel, Row
 
 
 def factors(seed, rank=3, alpha=None, width=8, rows=6):
@@ -103,3 +105,74 @@ def test_the_relative_change_is_that_of_the_dense_change_on_the_base():
     assert adapted.relative_change(layers) == pytest.approx(expected, rel=1e-4)
     adapted.merge({"q": TERMS})
     assert adapted.relative_change(layers) == pytest.approx(expected, rel=1e-4)
+
+
+CUTS = {"q": Column(), "k": Column(gather_output=True), "o": Row(blocks=(1, 3))}
+
+
+def whole_and_parts(dtype=torch.float32):
+    """A model, and its slices on two ranks."""
+    models = []
+    for rank in (None, 0, 1):
+        torch.manual_seed(0)
+        linears = {"q": nn.Linear(8, 6), "k": nn.Linear(8, 6), "o": nn.Linear(8, 6)}
+        model = nn.ModuleDict(linears).to(dtype).requires_grad_(False)
+        if rank is not None:
+            PlannedModel(model, CUTS).apply(Group("tp", rank, (0, 1)))
+        models.append(model)
+    return models
+
+
+@pytest.mark.parametrize("name", list(CUTS))
+def test_a_slice_is_merged_as_the_whole_is(name, monkeypatch):
+    monkeypatch.setattr(Group, "all_reduce", lambda _, x: x)
+    whole, *parts = whole_and_parts()
+    before = whole[name].weight.clone()
+    AdaptedModule(whole).merge({name: TERMS})
+    for part in parts:
+        linear, base = part[name], part[name].weight.clone()
+        adapted = AdaptedModule(part)
+        adapted.merge({name: TERMS})
+        assert not torch.equal(linear.weight, base)
+        torch.testing.assert_close(linear.weight, linear.shard.of(whole[name].weight))
+        adapted.clear()
+        assert torch.equal(linear.weight, linear.shard.of(before))
+        assert linear.on_product is None
+
+
+def test_a_row_adds_its_part_before_the_sum(monkeypatch):
+    whole, *parts = whole_and_parts()
+    x = torch.randn(5, 8)
+    AdaptedModule(whole).run_live({"o": TERMS})
+    products = []
+    monkeypatch.setattr(Group, "all_reduce", lambda _, y: products.append(y.clone()) or y)
+    for part in parts:
+        AdaptedModule(part).run_live({"o": TERMS})
+        part["o"](x[:, columns(part["o"])])
+    torch.testing.assert_close(sum(products) + whole["o"].bias, whole["o"](x))
+    assert len(products) == 2
+
+
+def columns(linear):
+    return torch.cat([torch.arange(start, stop) for start, stop in linear.shard.pieces])
+
+
+def test_figures_are_those_of_all_ranks(monkeypatch):
+    """Two ranks, one after the other: each sum that they would send is kept and added."""
+    whole, *parts = whole_and_parts(torch.bfloat16)
+    terms = dict.fromkeys(CUTS, TERMS)
+    layers = dict.fromkeys(CUTS, TERMS[0].factors)
+    sums = []
+    monkeypatch.setattr(Group, "all_reduce", lambda _, x: sums.append(x.clone()) or x)
+    for part in parts:
+        adapted = AdaptedModule(part)
+        adapted.relative_change(layers)
+        adapted.merge(terms)
+    totals = {0: sums[0] + sums[2], 1: sums[1] + sums[3]}
+    calls = iter((0, 1))
+    monkeypatch.setattr(Group, "all_reduce", lambda _, x: totals[next(calls)])
+    adapted = AdaptedModule(whole)
+    ours = AdaptedModule(whole_and_parts(torch.bfloat16)[1])
+    assert ours.relative_change(layers) == pytest.approx(adapted.relative_change(layers), rel=1e-6)
+    assert ours.merge(terms) == pytest.approx(adapted.merge(terms), rel=1e-4)
+    assert adapted.merge(terms) > 0

@@ -272,11 +272,11 @@ def _ranks(size: int) -> ParallelState:
 
 def test_a_denoiser_without_a_plan_is_not_replicated(tmp_path: Path) -> None:
     _write(tmp_path, CONFIG, depth=2)
-    spec = _spec(tmp_path, name="transformer", parallel=_ranks(2))
+    spec = _spec(tmp_path, is_denoiser=True, parallel=_ranks(2))
     said = "tp_size=2: QueryFormer has no TP_PLAN, so each rank would hold all of it"
     with pytest.raises(InvalidArgument, match=said):
         NeuralComponentLoader().load(spec)
-    assert NeuralComponentLoader().load(_spec(tmp_path, name="transformer")).receipt
+    assert NeuralComponentLoader().load(_spec(tmp_path, is_denoiser=True)).receipt
 
 
 def test_an_auxiliary_module_without_a_plan_stays_whole(tmp_path: Path) -> None:
@@ -294,14 +294,14 @@ class Planned(QueryFormer):
 def test_a_plan_is_put_in_force_before_weights_are_read(tmp_path: Path) -> None:
     ModelRegistry.register_model("Planned", Planned)
     _write(tmp_path, CONFIG | {"_class_name": "Planned"}, depth=2)
-    loaded = _plain(tmp_path, name="transformer", parallel=_ranks(2))
+    loaded = _plain(tmp_path, is_denoiser=True, parallel=_ranks(2))
     assert loaded.receipt is not None
     assert loaded.receipt.sharded == 4
     assert loaded.module.layers[1].weight.shape == (2, 4)
     with pytest.raises(
         InvalidArgument, match=r"4 outputs of layers\.0 does not divide over tp_siz"
     ):
-        _plain(tmp_path, name="transformer", parallel=_ranks(3))
+        _plain(tmp_path, is_denoiser=True, parallel=_ranks(3))
 
 
 def test_a_wrong_row_is_found_on_one_rank_too(tmp_path: Path) -> None:

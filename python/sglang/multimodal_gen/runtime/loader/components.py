@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
+from sglang.multimodal_gen.runtime.layers.lora.normal_form import denoisers_of
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentLoader,
     ComponentSpec,
@@ -168,6 +169,7 @@ def _spec(
         parallel=parallel,
         weights=_weights(source, name, key, server_args),
         default_config=default_config,
+        is_denoiser=bool(denoisers_of([name, key])),
     )
 
 

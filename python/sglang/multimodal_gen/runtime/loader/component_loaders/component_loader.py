@@ -16,7 +16,6 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
-from sglang.multimodal_gen.runtime.layers.lora.normal_form import denoisers_of
 from sglang.multimodal_gen.runtime.layers.tensor_parallel import PlannedModel, plan_of
 from sglang.multimodal_gen.runtime.loader.checkpoint import Checkpoint, find_checkpoint
 from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes import library_class
@@ -52,7 +51,7 @@ class ComponentSpec:
     ``library`` and ``architecture`` are None for a component that neither the index nor its own
     files name. ``weights`` is where its weights are, if not in its folder; ``default_config``
     stands for its ``config.json`` where there is none. ``parallel`` is this rank's place: which
-    slices it holds.
+    slices it holds. ``is_denoiser``: it is one, by its name or by that of ``model_index.json``.
     """
 
     name: str
@@ -64,6 +63,7 @@ class ComponentSpec:
     parallel: ParallelState = field(default_factory=ParallelState.single)
     weights: Path | None = None
     default_config: Mapping[str, Any] | None = None
+    is_denoiser: bool = False
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class NeuralComponentLoader(ComponentLoader):
         """
         size, plan = spec.parallel.tp.size, plan_of(type(module))
         if not plan:
-            if size > 1 and denoisers_of([spec.name]):
+            if size > 1 and spec.is_denoiser:
                 problem = (
                     f"{type(module).__name__} has no TP_PLAN, so each rank would hold all of it; "
                     "use --tp-size 1, or write the table in its file"

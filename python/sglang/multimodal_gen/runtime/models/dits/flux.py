@@ -33,6 +33,12 @@ from sglang.multimodal_gen.runtime.layers.rotary_embedding import (
     axial_rotary,
     rotate_pairs,
 )
+from sglang.multimodal_gen.runtime.layers.sequence_plan import (
+    RETURN,
+    Gather,
+    SequencePlan,
+    Split,
+)
 
 ROPE_THETA = 10_000.0
 QK_NORM_EPS = 1e-6
@@ -314,5 +320,15 @@ def _within_fp16(x: Tensor) -> Tensor:
     """float16 overflows to infinity in late blocks: the reference clips there, and only there."""
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
+
+SP_PLAN = SequencePlan(
+    streams=("text", "image"),
+    edges=(
+        Split("encoder_hidden_states", "text", dim=1),
+        Split("hidden_states", "image", dim=1),
+        Split("rotary", ("text", "image"), dim=0),
+        Gather(RETURN, "image", dim=1),
+    ),
+)
 
 EntryClass = FluxTransformer2DModel

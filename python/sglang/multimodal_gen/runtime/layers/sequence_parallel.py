@@ -46,9 +46,12 @@ def check_denoiser(
     plan = _needed_plan(model_class, parallel, name)
     argument = inspect.signature(model_class).parameters.get(plan.heads)
     heads = config.get(plan.heads, None if argument is None else argument.default)
-    if isinstance(heads, int):
+    tp = parallel.tp.size
+    if isinstance(heads, int) and heads % tp == 0:  # tensor parallelism refuses the others
         label = f"{name} ({model_class.__name__})"
-        check_heads(label, heads, parallel.ulysses.size, tp=parallel.tp.size)
+        if tp > 1:
+            label = f"each of the tp_size={tp} ranks of {label}"
+        check_heads(label, heads // tp, parallel.ulysses.size)
 
 
 def split_denoiser(denoiser: nn.Module, parallel: ParallelState, name: str) -> bool:

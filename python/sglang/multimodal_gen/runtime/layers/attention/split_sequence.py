@@ -125,28 +125,20 @@ class SplitAttention:
         check_heads(self.name, q.shape[2], self.context.ulysses.size)
 
 
-def check_heads(name: str, heads: int, ulysses: int, *, tp: int = 1) -> None:
-    """Refuse head counts that do not divide.
-
-    Args:
-        name: the layer or component, for the message.
-        heads: of a rank, or of the model if ``tp`` ranks share them.
-        ulysses: ranks that exchange heads for tokens.
-        tp: ranks that the heads are spread over first.
+def check_heads(name: str, heads: int, ulysses: int) -> None:
+    """Refuse a number of heads on each rank that does not divide; ``name`` is for the message.
 
     Raises:
-        InvalidArgument: they do not.
+        InvalidArgument: it does not.
     """
-    if heads % (tp * ulysses) == 0:
-        return
-    shared = f", spread over tp_size={tp}," if tp > 1 else ""
-    raise InvalidArgument(
-        "ulysses_degree",
-        ulysses,
-        f"{name} has {heads} attention heads{shared} which do not divide over {tp * ulysses} "
-        "ranks. Use a ulysses_degree that divides them, and ring_degree for the rest: ring "
-        "attention takes any number of heads",
-    )
+    if heads % ulysses:
+        raise InvalidArgument(
+            "ulysses_degree",
+            ulysses,
+            f"{name} has {heads} attention heads, which do not divide over {ulysses} ranks. Choose "
+            "a ulysses_degree that divides them, and ring_degree for the rest: ring attention "
+            "takes any number of heads",
+        )
 
 
 def _exchange_heads(group: Group, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:

@@ -123,6 +123,7 @@ def test_two_ranks():
     check(2, ParallelLayout(ulysses=2), ParallelLayout(ring=2))
 
 
+@pytest.mark.slow
 def test_four_ranks():
     check(4, ParallelLayout(ulysses=4), ParallelLayout(ring=4), ParallelLayout(ulysses=2, ring=2))
 

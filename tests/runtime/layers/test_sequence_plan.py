@@ -55,6 +55,13 @@ def test_a_class_derived_elsewhere_keeps_the_plan():
     assert sequence_plan(nn.Linear) is None
 
 
+def test_a_class_may_have_a_plan_of_its_own():
+    own = plan(Split("x", "video", dim=1, at="blocks.0"))
+    assert sequence_plan(type("Other", (VideoToy,), {"SP_PLAN": own})) is own
+    with pytest.raises(PipelineDefinitionError, match="must be a SequencePlan, not dict"):
+        sequence_plan(type("Wrong", (VideoToy,), {"SP_PLAN": {}}))
+
+
 def test_an_argument_that_forward_does_not_have():
     line = plan(Split("hidden_state", "video", dim=1))
     with pytest.raises(
@@ -81,7 +88,7 @@ def test_a_star_does_not_reach_over_a_dot():
 
 
 def test_a_stream_that_is_not_listed():
-    with pytest.raises(PipelineDefinitionError, match="names stream 'vide'. Did you mean 'video'"):
+    with pytest.raises(PipelineDefinitionError, match=r"names stream 'vide'. Did you mean 'video'"):
         plan(Split("x", "vide", dim=1))
     with pytest.raises(PipelineDefinitionError, match=r"attention\['a'\] names stream 'b'"):
         plan(Split("x", "video", dim=1), attention={"a": ("b",)})
@@ -109,7 +116,7 @@ def test_attention_lines():
     with pytest.raises(PipelineDefinitionError, match=r"attention\['rope'\] holds no USPAttention"):
         plan(split, attention={"rope": ("video",)}).attention_layers(toy())
     both = {"blocks.0": ("video",), "blocks.*": ("text",)}
-    with pytest.raises(PipelineDefinitionError, match="and another name blocks.0.own.attend"):
+    with pytest.raises(PipelineDefinitionError, match=r"and another name blocks.0.own.attend"):
         plan(split, streams=streams, attention=both).attention_layers(toy())
 
 

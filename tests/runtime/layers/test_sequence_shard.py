@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -57,7 +59,7 @@ def test_what_is_kept_is_all_tokens_and_no_padding(parts, lengths, data):
     expected = torch.cat(pieces)
     assert torch.equal(take(torch.cat(pieces), kept, 0), expected[expected > 0])
     # As few copies as can be: between two runs there is padding.
-    assert all(a.start + a.length < b.start for a, b in zip(kept, kept[1:], strict=False))
+    assert all(a.start + a.length < b.start for a, b in pairwise(kept))
     if some == range(parts):
         assert sum(run.length for run in kept) == sum(lengths)
 
@@ -84,7 +86,7 @@ def test_padding_of_the_last_stream_alone_costs_no_copy():
 def test_a_stream_has_one_length():
     shard = SequenceShard(2).with_stream("text", 7)
     assert shard.with_stream("text", 7) is shard
-    with pytest.raises(PipelineDefinitionError, match="'text' has 7 tokens in one place .* and 8"):
+    with pytest.raises(PipelineDefinitionError, match=r"'text' has 7 tokens in one place .* and 8"):
         shard.with_stream("text", 8)
     with pytest.raises(PipelineDefinitionError, match=r"'image' is used before .* so far: text"):
         shard.local("image")

@@ -17,7 +17,6 @@ from sglang.multimodal_gen.runtime.diffusers_backend.execution_stage import (
 )
 from sglang.multimodal_gen.runtime.diffusers_backend.loading import check_components, load_pipeline
 from sglang.multimodal_gen.runtime.diffusers_backend.settings import DiffusersPipelineConfig
-from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.loader.model_source import ModelSource, resolve_model_source
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
     ComposedPipelineBase,
@@ -75,7 +74,6 @@ class DiffusersPipeline(ComposedPipelineBase):
         source: ModelSource | None,
         progress: ProgressListener | None,
     ) -> None:
-        _refuse_ranks(self.parallel)
         self.modules = dict(given)
         if "pipeline" not in given:
             if source is None:
@@ -92,17 +90,6 @@ class DiffusersPipeline(ComposedPipelineBase):
         self.add_standard_input_validation_stage()
         self.add_stage(
             DiffusersExecutionStage(self._required("pipeline")), "diffusers_execution_stage"
-        )
-
-
-def _refuse_ranks(parallel: ParallelState) -> None:
-    """The library computes on one device: more ranks would all do the same."""
-    if parallel.replica.size > 1:
-        raise InvalidArgument(
-            "backend",
-            "diffusers",
-            f"runs a request on one rank, and here {parallel.replica.size} share it; leave tensor, "
-            "sequence and CFG parallelism out (tp_size, sp_degree, enable_cfg_parallel)",
         )
 
 

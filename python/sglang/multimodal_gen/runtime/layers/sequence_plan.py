@@ -170,19 +170,21 @@ class Place:
 
 
 def sequence_plan(model_class: type) -> SequencePlan | None:
-    """The ``SP_PLAN`` of the file that defines the class, or a class that it derives from.
+    """The plan of a model's class: its own attribute ``SP_PLAN``, or its file's; or inherited.
 
     Raises:
         PipelineDefinitionError: it is something else.
     """
     for cls in model_class.__mro__:
-        plan: Any = getattr(sys.modules.get(cls.__module__), "SP_PLAN", None)
-        if isinstance(plan, SequencePlan):
-            return plan
-        if plan is not None:
-            raise PipelineDefinitionError(
-                f"{cls.__module__}.SP_PLAN must be a SequencePlan, not {type(plan).__name__}"
-            )
+        for holder in (cls, sys.modules.get(cls.__module__)):
+            plan: Any = vars(holder or object).get("SP_PLAN")
+            if isinstance(plan, SequencePlan):
+                return plan
+            if plan is not None:
+                raise PipelineDefinitionError(
+                    f"SP_PLAN of {cls.__module__}.{cls.__name__} must be a SequencePlan, not "
+                    f"{type(plan).__name__}"
+                )
     return None
 
 

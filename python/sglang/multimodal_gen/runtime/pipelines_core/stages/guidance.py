@@ -89,7 +89,7 @@ class ParallelGuidance(ClassifierFreeGuidance):
         return self.group.broadcast(own)
 
     def _dtype(self, transformer: nn.Module, latents: Tensor, own: Tensor | None) -> torch.dtype:
-        """The predictions' dtype, a fact of the model: told once, for the telling waits for the GPU.
+        """The predictions' dtype, a fact of the model. Told once: the telling waits for the GPU.
 
         Raises:
             PipelineDefinitionError: on both ranks, if a prediction is unlike the latents.

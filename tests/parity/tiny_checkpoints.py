@@ -59,6 +59,8 @@ class TinyFlux:
     guidance_embeds: bool = True
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     transformer: Mapping[str, Any] = field(default_factory=dict)
+    clip: Mapping[str, Any] = field(default_factory=dict)
+    t5: Mapping[str, Any] = field(default_factory=dict)
     latent_channels: int = 16
     clip_eos_token_id: int | None = 2
     """In text_encoder/config.json: 2 as published (pool at the highest id), or None: the truth."""
@@ -95,38 +97,38 @@ class TinyFlux:
 
     def _clip(self, vocabulary: int) -> CLIPTextModel:
         end = vocabulary - 1
-        config = CLIPTextConfig(
-            vocab_size=vocabulary,
-            hidden_size=CLIP_WIDTH,
-            intermediate_size=48,
-            projection_dim=CLIP_WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=CLIP_POSITIONS,
-            hidden_act="quick_gelu",
-            bos_token_id=end - 1,
-            eos_token_id=end if self.clip_eos_token_id is None else self.clip_eos_token_id,
-            pad_token_id=1,
-        )
-        model = CLIPTextModel(config)
+        config: dict[str, Any] = {
+            "vocab_size": vocabulary,
+            "hidden_size": CLIP_WIDTH,
+            "intermediate_size": 48,
+            "projection_dim": CLIP_WIDTH,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "max_position_embeddings": CLIP_POSITIONS,
+            "hidden_act": "quick_gelu",
+            "bos_token_id": end - 1,
+            "eos_token_id": end if self.clip_eos_token_id is None else self.clip_eos_token_id,
+            "pad_token_id": 1,
+        }
+        model = CLIPTextModel(CLIPTextConfig(**config | dict(self.clip)))
         fill_with_noise(model, self.seed + 1)
         return model
 
     def _t5(self, vocabulary: int) -> T5EncoderModel:
-        config = T5Config(
-            vocab_size=vocabulary,
-            d_model=T5_WIDTH,
-            d_kv=8,
-            d_ff=48,
-            num_layers=2,
-            num_heads=3,
-            feed_forward_proj="gated-gelu",
-            relative_attention_num_buckets=8,
-            relative_attention_max_distance=20,
-            pad_token_id=0,
-            eos_token_id=1,
-        )
-        model = T5EncoderModel(config)
+        config: dict[str, Any] = {
+            "vocab_size": vocabulary,
+            "d_model": T5_WIDTH,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_heads": 3,
+            "feed_forward_proj": "gated-gelu",
+            "relative_attention_num_buckets": 8,
+            "relative_attention_max_distance": 20,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+        }
+        model = T5EncoderModel(T5Config(**config | dict(self.t5)))
         # T5 does not divide by sqrt(head width): its queries carry that factor. Sharp attention and
         # a weak position bias let every pad see the words; else 500 pads drown a prompt of five.
         fill_with_noise(model, self.seed + 2, {r"\.q\.": 3 * 8**-0.5, "relative_attention": 0.3})
@@ -184,6 +186,16 @@ def flux_dev(name: str = "flux-dev", **changes: Any) -> TinyFlux:
         "max_image_seq_len": 4096,
     }
     return TinyFlux(**{"name": name, "scheduler": scheduler, **changes})
+
+
+def flux_for_ranks(name: str = "flux-for-ranks", **changes: Any) -> TinyFlux:
+    """FLUX.1-dev whose heads divide over two and four ranks, in each of its models."""
+    heads = {
+        "transformer": {"num_attention_heads": 4},
+        "clip": {"num_attention_heads": 4},
+        "t5": {"num_heads": 4},
+    }
+    return flux_dev(name, **{**heads, **changes})
 
 
 def flux_schnell(name: str = "flux-schnell", **changes: Any) -> TinyFlux:

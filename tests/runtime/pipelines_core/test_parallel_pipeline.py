@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,19 @@ import pytest
 import torch
 
 from ranks import run_ranks
+from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelLayout, ParallelState
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
+from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
+    ComposedPipelineBase,
+)
 from sglang.multimodal_gen.runtime.pipelines_core.stages.guidance import IDLE_BRANCH
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 
-from parity.tiny_checkpoints import flux_dev
+from parity.tiny_checkpoints import flux_dev, flux_for_ranks
+from seed_samples.my_model import MyModelPipelineConfig
+from seed_samples.stubs import StubTransformer, StubVAE
 
 STEPS = 2
 LIMIT = 1e-5
@@ -117,10 +124,11 @@ def compared(
 @pytest.fixture(scope="session")
 def four_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("tiny") / "four-heads"
-    flux_dev(transformer={"num_attention_heads": 4}).write(path)
+    flux_for_ranks().write(path)
     return str(path)
 
 
+@pytest.mark.slow
 def test_two_ranks(four_heads: str) -> None:
     ulysses, ring, cfg = (ParallelLayout(**{d: 2}) for d in ("ulysses", "ring", "cfg"))
     ranks = compared(
@@ -189,19 +197,31 @@ def test_the_requests_differ(four_heads: str) -> None:
             assert moved > 100 * LIMIT
 
 
-def _refused(_rank: int, model: str, layout: ParallelLayout) -> str:
-    try:
-        build(describe(model), ParallelState.create(layout, "cpu"))
-    except InvalidArgument as error:
-        return str(error)
-    return "built"
-
-
 def test_heads_that_do_not_divide_are_refused_before_weights_are_read(tmp_path: Path) -> None:
     bare = tmp_path / "without-weights"
     flux_dev().write(bare)
     (bare / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
-    for message in run_ranks(2, _refused, str(bare), ParallelLayout(ulysses=2)):
-        assert message.startswith(
-            "ulysses_degree=2: transformer (FluxTransformer2DModel) has 3 att"
-        )
+    two = Group("ulysses", 0, (0, 1))
+    parallel = dataclasses.replace(ParallelState.single(), sp=two, ulysses=two)
+    with pytest.raises(InvalidArgument, match=r"ulysses_degree=2: transformer \(Flux.*has 3 att"):
+        build(describe(str(bare)), parallel)
+
+
+def test_a_pipeline_without_a_denoiser_that_can_be_split_is_refused() -> None:
+    two = Group("sp", 0, (0, 1))
+    parallel = dataclasses.replace(ParallelState.single(), sp=two, ring=two)
+    args = ServerArgs.from_flat(device="cpu", pipeline_config=MyModelPipelineConfig())
+    modules = {"transformer": StubTransformer(), "vae": StubVAE()}
+    with pytest.raises(InvalidArgument, match=r"transformer \(StubTransformer\) has no SP_PLAN"):
+        Stub("", args, loaded_modules=modules, parallel=parallel)
+    with pytest.raises(InvalidArgument, match=r"no component of this pipeline \(vae\) is a trans"):
+        Stub("", args, loaded_modules={"vae": StubVAE()}, parallel=parallel)
+    built = Stub("", args, loaded_modules={"vae": StubVAE()})
+    assert not built.stages
+
+
+class Stub(ComposedPipelineBase):
+    pipeline_name = "Stub"
+
+    def create_pipeline_stages(self, server_args: ServerArgs) -> None:
+        """None."""

@@ -22,6 +22,9 @@ from sglang.multimodal_gen.configs.sample.flux import FluxSamplingParams
 from sglang.multimodal_gen.runtime.models.dits.flux import FluxTransformer2DModel
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, RequestControl
 from sglang.multimodal_gen.runtime.pipelines_core.stages.denoising import DenoisingStage
+from sglang.multimodal_gen.runtime.pipelines_core.stages.guidance import (
+    ClassifierFreeGuidance,
+)
 from sglang.multimodal_gen.runtime.pipelines_core.stages.latent_preparation import (
     LatentPreparationStage,
 )
@@ -92,19 +95,30 @@ class DiffusersSide:
 
 
 class RuntimeSide:
-    """This runtime's latent, timestep and denoising stages, one after the other."""
+    """This runtime's latent, timestep and denoising stages, one after the other.
+
+    With ``true_cfg_scale`` above 1 there is classifier-free guidance, for which the embeddings'
+    tokens, turned round, stand for a negative prompt. ``guidance`` is what combines the two.
+    """
 
     def __init__(
-        self, transformer: FluxTransformer2DModel, work: Workload, embeddings: Embeddings
+        self,
+        transformer: FluxTransformer2DModel,
+        work: Workload,
+        embeddings: Embeddings,
+        *,
+        true_cfg_scale: float = 1.0,
+        guidance: ClassifierFreeGuidance | None = None,
     ) -> None:
         self.transformer = transformer
         self.work = work
         self.embeddings = embeddings
+        self.true_cfg_scale = true_cfg_scale
         scheduler = make_scheduler()
         self.stages = (
             LatentPreparationStage(scheduler, transformer),
             TimestepPreparationStage(scheduler),
-            DenoisingStage(transformer, scheduler),
+            DenoisingStage(transformer, scheduler, guidance),
         )
         self.args = ServerArgs.from_flat(
             device=embeddings.prompt.device.type, pipeline_config=FluxPipelineConfig()
@@ -135,13 +149,16 @@ class RuntimeSide:
             width=self.work.width,
             num_inference_steps=steps,
             guidance_scale=GUIDANCE,
-            true_cfg_scale=1.0,
-            do_classifier_free_guidance=False,
+            true_cfg_scale=self.true_cfg_scale,
+            do_classifier_free_guidance=self.true_cfg_scale > 1,
             control=control,
         )
         batch.generator = make_generators(self.work.batch)
         batch.prompt_embeds = [self.embeddings.prompt]
         batch.pooled_embeds = [self.embeddings.pooled]
+        if batch.do_classifier_free_guidance:
+            batch.negative_prompt_embeds = [self.embeddings.prompt.flip(1)]
+            batch.neg_pooled_embeds = [-self.embeddings.pooled]
         return batch
 
 

@@ -79,7 +79,6 @@ class Group:
         """
         if self.size == 1:
             return x
-        self._count("all_to_all")
         scatter, gather = scatter % x.ndim, gather % x.ndim
         if x.shape[scatter] % self.size:
             raise ValueError(
@@ -87,10 +86,21 @@ class Group:
                 f"of group {self.name!r}"
             )
         # [.., scatter, ..] -> [size, .., scatter / size, ..]
-        sent = x.unflatten(scatter, (self.size, -1)).movedim(scatter, 0).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.handle)
-        return received.movedim(0, gather).flatten(gather, gather + 1)
+        sent = x.unflatten(scatter, (self.size, -1)).movedim(scatter, 0)
+        return self.deal(sent).movedim(0, gather).flatten(gather, gather + 1)
+
+    def deal(self, x: Tensor) -> Tensor:
+        """``x[i]`` goes to rank ``i``; what rank ``i`` sent lies at ``i`` of the result.
+
+        The all-to-all itself, for callers that pack their message. Counted as ``all_to_all``.
+        """
+        if self.size == 1:
+            return x
+        self._count("all_to_all")
+        x = x.contiguous()
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x, group=self.handle)
+        return received
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """``x`` of the group's rank ``source``, written into everyone's (same shape and dtype)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
@@ -16,6 +16,10 @@ from sglang.multimodal_gen.runtime.loader.components import (
     load_components,
     read_component_configs,
     role_of,
+)
+from sglang.multimodal_gen.runtime.loader.denoiser_split import (
+    check_denoisers,
+    split_denoisers,
 )
 from sglang.multimodal_gen.runtime.loader.model_source import (
     Layout,
@@ -36,6 +40,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages import (
     TextEncodingStage,
     TimestepPreparationStage,
 )
+from sglang.multimodal_gen.runtime.pipelines_core.stages.guidance import guidance_for
 from sglang.multimodal_gen.runtime.platforms.device import peak_memory_mb, reset_peak_memory
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
@@ -67,6 +72,7 @@ class ComposedPipelineBase(ABC):
 
     Raises:
         CheckpointError: a required component is missing or does not fit.
+        InvalidArgument: ``parallel`` asks of the denoiser what it cannot do.
         PipelineDefinitionError: the stages do not fit together.
     """
 
@@ -113,6 +119,7 @@ class ComposedPipelineBase(ABC):
         )
 
         self._load_modules(loaded_modules or {}, source, progress)
+        split_denoisers(self.modules, self._index_names(self.modules), self.parallel)
         self.create_pipeline_stages(self.server_args)
         link(self.stages)
         self.executor = executor(self.stages)
@@ -151,7 +158,7 @@ class ComposedPipelineBase(ABC):
         return dataclasses.replace(server_args, pipeline_config=config.with_checkpoint(facts))
 
     @classmethod
-    def _index_names(cls, names: Sequence[str] | None = None) -> dict[str, str]:
+    def _index_names(cls, names: Iterable[str] | None = None) -> dict[str, str]:
         """This pipeline's component names -> those of ``model_index.json``."""
         names = cls._required_config_modules if names is None else names
         return {name: cls._extra_config_module_map.get(name, name) for name in names}
@@ -190,9 +197,13 @@ class ComposedPipelineBase(ABC):
                     self.model_path, self.server_args.model.revision, self.checkpoint_layout
                 )
                 self.server_args = self.bind_checkpoint(source, self.server_args)
+            names = self._index_names(missing)
+            check_denoisers(
+                source, names, self.server_args, self.default_component_configs, self.parallel
+            )
             loaded = load_components(
                 source,
-                self._index_names(missing),
+                names,
                 self.server_args,
                 self.component_loaders,
                 progress,
@@ -288,7 +299,11 @@ class ComposedPipelineBase(ABC):
         """The loop."""
         return self.add_stage_factory(
             RoleType.DENOISER,
-            lambda: DenoisingStage(self._required(transformer_key), self._required(scheduler_key)),
+            lambda: DenoisingStage(
+                self._required(transformer_key),
+                self._required(scheduler_key),
+                guidance_for(self.parallel.cfg),
+            ),
             "denoising_stage",
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from sglang.multimodal_gen.runtime.layers.attention.backends import sdpa
+from sglang.multimodal_gen.runtime.layers.attention.split_sequence import SplitAttention
 
 
 class USPAttention(nn.Module):
@@ -14,14 +15,36 @@ class USPAttention(nn.Module):
     ranks (unified sequence parallelism: Ulysses x ring, Fang and Zhao 2024), stay its business.
     Layout: [batch, sequence, heads, head_dim], the layout in which projections produce it. Head
     counts are read off the tensors, never stored.
+
+    Args:
+        causal: no query sees a later key.
+        replicated_keys: every rank holds all keys, though queries may be split (cross attention to
+            a text that is not), so there is nothing to send.
     """
 
-    def __init__(self, *, causal: bool = False) -> None:
+    def __init__(self, *, causal: bool = False, replicated_keys: bool = False) -> None:
         super().__init__()
         self.causal = causal
+        self.replicated_keys = replicated_keys
+        self._split: SplitAttention | None = None
+
+    def bind(self, split: SplitAttention) -> None:
+        """Take part in splitting the sequence from now on; called once, at build."""
+        if not self.replicated_keys:
+            self._split = split
+
+    @property
+    def is_split(self) -> bool:
+        """Whether this layer's sequence is split over ranks."""
+        return self._split is not None
 
     def forward(
         self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """[B, S, H, D]; ``mask`` is boolean, True = attend, broadcastable to [B, H, S, T]."""
+        """[B, S, H, D]; ``mask`` is boolean, True = attend, broadcastable to [B, H, S, T].
+
+        Where the sequence is split, S and T are this rank's piece, and masks are [B, 1, 1, T].
+        """
+        if self._split is not None:
+            return self._split.attend(q_BSHD, k_BTHD, v_BTHD, mask, self.causal)
         return sdpa.attend(q_BSHD, k_BTHD, v_BTHD, mask=mask, causal=self.causal)

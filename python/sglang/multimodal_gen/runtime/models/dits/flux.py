@@ -33,6 +33,12 @@ from sglang.multimodal_gen.runtime.layers.rotary_embedding import (
     axial_rotary,
     rotate_pairs,
 )
+from sglang.multimodal_gen.runtime.layers.sequence_plan import (
+    RETURN,
+    Gather,
+    SequencePlan,
+    Split,
+)
 from sglang.multimodal_gen.runtime.layers.tensor_parallel import Column, Row
 
 ROPE_THETA = 10_000.0
@@ -331,5 +337,15 @@ TP_PLAN = {
     # 3.2 B parameters in linears that run once a step: gathered, in the order of the chunks.
     "*transformer_blocks.*.norm*.linear": Column(gather_output=True),
 }
+
+SP_PLAN = SequencePlan(
+    streams=("text", "image"),
+    edges=(
+        Split("encoder_hidden_states", "text", dim=1),
+        Split("hidden_states", "image", dim=1),
+        Split("rotary", ("text", "image"), dim=0),
+        Gather(RETURN, "image", dim=1),
+    ),
+)
 
 EntryClass = FluxTransformer2DModel

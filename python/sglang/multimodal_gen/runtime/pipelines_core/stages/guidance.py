@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
+from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
+from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
+
+BRANCHES = 2
+POSITIVE, NEGATIVE = range(BRANCHES)
+PREDICTION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+IDLE_BRANCH = (
+    "guidance is off for this request, so under CFG parallelism half of the ranks had nothing to do"
+)
 
 
 class ClassifierFreeGuidance:
@@ -30,15 +40,96 @@ class ClassifierFreeGuidance:
         t_B: Tensor,
     ) -> Tensor:
         """The prediction for one step, in the shape of the latents."""
-        positive = _call(
-            transformer, config.prepare_pos_cond_kwargs(batch, latent_model_input, t_B)
-        )
+        positive = _branch(POSITIVE, transformer, config, batch, latent_model_input, t_B)
         if not batch.do_classifier_free_guidance:
             return positive
-        negative = _call(
-            transformer, config.prepare_neg_cond_kwargs(batch, latent_model_input, t_B)
-        )
-        return negative + batch.true_cfg_scale * (positive - negative)
+        negative = _branch(NEGATIVE, transformer, config, batch, latent_model_input, t_B)
+        return _guided(batch, positive, negative)
+
+
+class ParallelGuidance(ClassifierFreeGuidance):
+    """The same on two ranks: the first predicts the positive branch, the second the negative one.
+
+    Both exchange their predictions and combine them alike, so their latents stay equal bit by bit.
+    Without guidance the first alone predicts, and the second is handed the prediction.
+
+    Args:
+        group: the two ranks.
+
+    Raises:
+        ValueError: they are not two.
+    """
+
+    def __init__(self, group: Group) -> None:
+        if group.size != BRANCHES:
+            raise ValueError(f"guidance has {BRANCHES} branches, and {group.name!r} {group.size}")
+        self.group = group
+        self._dtypes: dict[tuple[nn.Module, torch.dtype], torch.dtype] = {}
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        config: PipelineConfig,
+        batch: Req,
+        latent_model_input: Tensor,
+        t_B: Tensor,
+    ) -> Tensor:
+        """The prediction for one step, on both ranks."""
+        arguments = (transformer, config, batch, latent_model_input, t_B)
+        if batch.do_classifier_free_guidance:
+            own = _branch(self.group.rank, *arguments)
+            positive, negative = self.group.all_gather(own[None])
+            return _guided(batch, positive, negative)
+        if IDLE_BRANCH not in batch.warnings:
+            batch.warnings.append(IDLE_BRANCH)
+        own = _branch(POSITIVE, *arguments) if self.group.is_first else None
+        dtype = self._dtype(transformer, latent_model_input, own)
+        if own is None:
+            own = latent_model_input.new_empty(latent_model_input.shape, dtype=dtype)
+        return self.group.broadcast(own)
+
+    def _dtype(self, transformer: nn.Module, latents: Tensor, own: Tensor | None) -> torch.dtype:
+        """The predictions' dtype, a fact of the model. Told once: the telling waits for the GPU.
+
+        Raises:
+            PipelineDefinitionError: on both ranks, if a prediction is unlike the latents.
+        """
+        key = (transformer, latents.dtype)
+        if key not in self._dtypes:
+            fits = own is not None and own.shape == latents.shape
+            fits = fits and own is not None and own.dtype in PREDICTION_DTYPES
+            code = PREDICTION_DTYPES.index(own.dtype) if fits and own is not None else -1
+            code = int(self.group.broadcast(torch.tensor([code], device=latents.device)).item())
+            if code < 0:
+                raise PipelineDefinitionError(
+                    f"{type(transformer).__name__} predicts something other than floating-point "
+                    f"numbers of the latents' shape {tuple(latents.shape)}; CFG parallelism cannot "
+                    "hand that on"
+                )
+            self._dtypes[key] = PREDICTION_DTYPES[code]
+        return self._dtypes[key]
+
+
+def guidance_for(group: Group) -> ClassifierFreeGuidance:
+    """Guidance on one rank, or on two if ``group`` has them."""
+    return ClassifierFreeGuidance() if group.size == 1 else ParallelGuidance(group)
+
+
+def _guided(batch: Req, positive: Tensor, negative: Tensor) -> Tensor:
+    return negative + batch.true_cfg_scale * (positive - negative)
+
+
+def _branch(
+    branch: int,
+    transformer: nn.Module,
+    config: PipelineConfig,
+    batch: Req,
+    latent_model_input: Tensor,
+    t_B: Tensor,
+) -> Tensor:
+    """One branch's prediction; arguments are prepared for no other."""
+    prepare = (config.prepare_pos_cond_kwargs, config.prepare_neg_cond_kwargs)[branch]
+    return _call(transformer, prepare(batch, latent_model_input, t_B))
 
 
 def _call(transformer: nn.Module, kwargs: Mapping[str, Any]) -> Tensor:

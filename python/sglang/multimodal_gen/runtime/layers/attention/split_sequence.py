@@ -1,0 +1,174 @@
+"""Attention over a sequence of which each rank holds a piece: Ulysses, ring, and both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sglang.multimodal_gen.runtime.distributed.group import Group
+from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
+from sglang.multimodal_gen.runtime.layers.attention.backends import sdpa
+from sglang.multimodal_gen.runtime.layers.attention.ring import Piece, ring_attention
+from sglang.multimodal_gen.runtime.layers.sequence_shard import SequenceShard, take
+from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, PipelineDefinitionError
+
+
+@dataclass(eq=False)
+class SequenceContext:
+    """What the edges of a denoiser tell its attention layers while a forward pass runs.
+
+    Attributes:
+        sp, ulysses, ring: the groups; rank r of ``sp`` holds piece r, ``ulysses`` neighbours it.
+        shard: the streams of the forward pass in progress.
+    """
+
+    sp: Group
+    ulysses: Group
+    ring: Group
+    shard: SequenceShard = field(init=False)
+    _mask: tuple[Tensor, Tensor] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    @classmethod
+    def of(cls, parallel: ParallelState) -> SequenceContext:
+        """The context of a denoiser on this rank."""
+        return cls(sp=parallel.sp, ulysses=parallel.ulysses, ring=parallel.ring)
+
+    def begin(self) -> None:
+        """A forward pass starts: no length is known."""
+        self.shard = SequenceShard(self.sp.size)
+        self._mask = None
+
+    def whole_mask(self, mask: Tensor) -> Tensor:
+        """Every rank's key mask, [B, 1, 1, parts * T]; sent once if all layers use the same."""
+        if self._mask is None or self._mask[0] is not mask:
+            # As bytes: not every backend sends booleans.
+            whole = self.sp.all_gather(mask.view(torch.uint8), dim=-1).view(torch.bool)
+            self._mask = (mask, whole)
+        return self._mask[1]
+
+    @property
+    def parts_of_ring(self) -> list[range]:
+        """The pieces that each rank of the ring has after the exchange within ``ulysses``."""
+        width = self.ulysses.size
+        return [range(rank * width, (rank + 1) * width) for rank in range(self.ring.size)]
+
+
+@dataclass(frozen=True, eq=False)
+class SplitAttention:
+    """One attention layer's part: its name, and the streams that its keys are.
+
+    Ulysses (Jacobs et al. 2023): an all-to-all gives each rank all tokens of some heads, and one
+    back. Ring (Liu et al. 2023): keys and values pass round. Both: Fang and Zhao 2024.
+    """
+
+    name: str
+    streams: tuple[str, ...]
+    context: SequenceContext
+
+    def attend(
+        self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Tensor | None, causal: bool
+    ) -> Tensor:
+        """[B, S, H, D] for this rank's queries, over the keys of all ranks."""
+        context = self.context
+        self._check(q_BSHD, k_BTHD, mask, causal)
+        whole_mask = None if mask is None else context.whole_mask(mask)
+        q, k, v = _exchange_heads(context.ulysses, q_BSHD, k_BTHD, v_BTHD)
+        pieces = self._pieces(whole_mask)
+        if context.ring.size == 1:
+            (piece,) = pieces
+            k, v = take(k, piece.kept, 1), take(v, piece.kept, 1)
+            out = sdpa.attend(q, k, v, mask=piece.mask, causal=causal)
+        else:
+            out = ring_attention(q, k, v, pieces, context.ring, causal=causal)
+        return sequence_per_rank(context.ulysses, out)
+
+    def _pieces(self, whole_mask: Tensor | None) -> list[Piece]:
+        """Which keys of each rank of the ring count: padding is left out, not masked."""
+        shard = self.context.shard
+        local = shard.local(*self.streams)
+        pieces = []
+        for parts in self.context.parts_of_ring:
+            kept = shard.kept(self.streams, parts)
+            mask = None
+            if whole_mask is not None:
+                own = whole_mask.narrow(-1, parts.start * local, len(parts) * local)
+                mask = take(own, kept, -1)
+            pieces.append(Piece(kept, mask))
+        return pieces
+
+    def _check(self, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> None:
+        """What cannot be right, or cannot be done, is said here and not computed."""
+        local = self.context.shard.local(*self.streams)
+        if k.shape[1] != local:
+            raise PipelineDefinitionError(
+                f"{self.name} attends to {k.shape[1]} keys on each rank, but a piece of its "
+                f"streams ({' + '.join(self.streams)}) has {local} tokens. Name this layer's "
+                "streams in SP_PLAN.attention, or make it USPAttention(replicated_keys=True) if "
+                "all ranks hold all its keys"
+            )
+        if mask is not None and (mask.ndim != 4 or mask.shape[1:3] != (1, 1)):
+            raise PipelineDefinitionError(
+                f"{self.name}: a mask of shape {tuple(mask.shape)} differs between heads or "
+                "queries; a split sequence takes key masks, boolean [B, 1, 1, T]"
+            )
+        if causal and (len(self.streams) > 1 or q.shape[1] != k.shape[1]):
+            raise PipelineDefinitionError(
+                f"{self.name} is causal over {' + '.join(self.streams)}: pieces of several streams "
+                "do not lie in the order of the sequence, so it cannot be split"
+            )
+        check_heads(self.name, q.shape[2], self.context.ulysses.size)
+
+
+def check_heads(name: str, heads: int, ulysses: int) -> None:
+    """Refuse a number of heads on each rank that does not divide; ``name`` is for the message.
+
+    Raises:
+        InvalidArgument: it does not.
+    """
+    if heads % ulysses:
+        raise InvalidArgument(
+            "ulysses_degree",
+            ulysses,
+            f"{name} has {heads} attention heads, which do not divide over {ulysses} ranks. Choose "
+            "a ulysses_degree that divides them, and ring_degree for the rest: ring attention "
+            "takes any number of heads",
+        )
+
+
+def _exchange_heads(group: Group, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+    """One message where shapes allow it: each costs its latency."""
+    if q.shape == k.shape:
+        return heads_per_rank(group, q, k, v)
+    return *heads_per_rank(group, q), *heads_per_rank(group, k, v)
+
+
+def heads_per_rank(group: Group, *tensors: Tensor) -> Sequence[Tensor]:
+    """Each [B, s, H, D] of a piece -> [B, S, H / ranks, D] of all pieces, in one all-to-all.
+
+    The message is packed [rank, s, tensor, B, heads, D], so that what arrives is the joint sequence
+    as it lies: no copy after it. (The result's strides are those of a fused q, k, v projection,
+    which attention kernels take.)
+    """
+    if group.size == 1:
+        return tensors
+    batch, length, heads, width = tensors[0].shape
+    share = heads // group.size
+    sent = tensors[0].new_empty((group.size, length, len(tensors), batch, share, width))
+    for index, x in enumerate(tensors):
+        sent[:, :, index] = x.unflatten(2, (group.size, share)).permute(2, 1, 0, 3, 4)
+    received = group.deal(sent).flatten(0, 1)
+    return [x.transpose(0, 1) for x in received.unbind(1)]
+
+
+def sequence_per_rank(group: Group, x: Tensor) -> Tensor:
+    """[B, S, h, D] of all pieces -> [B, s, h * ranks, D] of this rank's: the way back."""
+    if group.size == 1:
+        return x
+    sent = x.transpose(0, 1).unflatten(0, (group.size, -1))
+    return group.deal(sent).permute(2, 1, 0, 3, 4).flatten(2, 3)

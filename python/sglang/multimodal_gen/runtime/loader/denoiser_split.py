@@ -1,0 +1,75 @@
+"""Which of a pipeline's components are denoisers, and their sequences split over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
+from sglang.multimodal_gen.runtime.layers.sequence_parallel import check_denoiser, split_denoiser
+from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes import library_class
+from sglang.multimodal_gen.runtime.loader.components import read_component_configs, role_of
+from sglang.multimodal_gen.runtime.loader.model_source import ModelSource
+from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
+from sglang.multimodal_gen.runtime.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
+
+DENOISER = "transformer"
+"""The role of components whose sequence is split."""
+
+
+def check_denoisers(
+    source: ModelSource,
+    names: Mapping[str, str],
+    server_args: ServerArgs,
+    default_configs: Mapping[str, Mapping[str, Any]],
+    parallel: ParallelState,
+) -> None:
+    """Refuse what cannot be split while it costs nothing: from JSON files, before weights.
+
+    ``names`` maps a pipeline's component names to those of ``model_index.json``.
+
+    Raises:
+        InvalidArgument: a denoiser has no ``SP_PLAN``, or heads that do not divide.
+    """
+    if parallel.sp.size == 1:
+        return
+    configs = {**default_configs, **read_component_configs(source, names, server_args)}
+    for name in _denoisers(names):
+        config = configs.get(name, {})
+        library, indexed = source.components.get(names[name]) or (None, None)
+        architecture = config.get("_class_name") or indexed
+        if not isinstance(architecture, str):
+            continue  # the loader says so
+        if ModelRegistry.knows(architecture):
+            cls = ModelRegistry.resolve_model_cls(architecture)[0]
+        else:
+            cls = library_class(name, library, architecture)
+        check_denoiser(cls, config, parallel, name)
+
+
+def split_denoisers(
+    modules: Mapping[str, Any], names: Mapping[str, str], parallel: ParallelState
+) -> None:
+    """Split the sequences of a pipeline's denoisers, as their ``SP_PLAN`` says.
+
+    Raises:
+        InvalidArgument: sequences are to be split, and the pipeline has no denoiser that can.
+        PipelineDefinitionError: an ``SP_PLAN`` does not fit its model.
+    """
+    found = [name for name in _denoisers(names) if isinstance(modules[name], nn.Module)]
+    for name in found:
+        split_denoiser(modules[name], parallel, name)
+    if not found and parallel.sp.size > 1:
+        raise InvalidArgument(
+            "sp_degree",
+            parallel.sp.size,
+            f"no component of this pipeline ({', '.join(names)}) is a {DENOISER}, so there is no "
+            "sequence to split; leave sp_degree, ulysses_degree and ring_degree out",
+        )
+
+
+def _denoisers(names: Mapping[str, str]) -> list[str]:
+    return [name for name, key in names.items() if DENOISER in (role_of(name), role_of(key))]

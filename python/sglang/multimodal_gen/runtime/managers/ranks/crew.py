@@ -159,20 +159,25 @@ class Crew:
             self._closing = True
             idle = not self._orders
         self._end(Stop(), patience=_FAREWELL_SECONDS if idle else 0.0)
+        self._await_rank_here()
 
     def abandon(self) -> None:
-        """End the ranks that this process started, without a word."""
+        """End the ranks that this process started, without a word; for the interpreter's end."""
         self._closing = True
         for process in self._processes.values():
             process.kill()
+        self._await_rank_here()
+
+    def _await_rank_here(self) -> None:
+        if self._rank_here is not None:
+            # Free once the others are gone; if it hangs itself, only this process's end helps.
+            self._rank_here.join(_FAREWELL_SECONDS)
 
     def _end(self, stop: Stop, patience: float) -> None:
         for channel in (*self._channels.values(), *self._nodes.values()):
             with contextlib.suppress(OSError):
                 channel.send(stop)
         end_all(list(self._processes.values()), patience)
-        if self._rank_here is not None:
-            self._rank_here.join(patience)
 
     # Looking after them.
 
@@ -242,7 +247,7 @@ class Crew:
         self.fail(self._left(number, how, words))
 
     def _told_by_its_node(self, rank: int) -> tuple[str, str]:
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        deadline = time.monotonic() + (_LAST_WORDS_SECONDS if self._nodes else 0.0)
         while (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 message = self._inbox.get(timeout=left)[2]

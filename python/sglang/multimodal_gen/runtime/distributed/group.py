@@ -111,6 +111,16 @@ class Group:
         dist.broadcast(x, src=self.ranks[source], group=self.handle)
         return x
 
+    def broadcast_later(self, x: Tensor, source: int = 0) -> dist.Work | None:
+        """Starts `broadcast` into ``x``, which must be contiguous; wait before you read it.
+
+        None in a group of one.
+        """
+        if self.size == 1:
+            return None
+        self._count("broadcast_later")
+        return dist.broadcast(x, src=self.ranks[source], group=self.handle, async_op=True)
+
     def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> list[dist.Work]:
         """Starts sending tensors to group ranks and filling tensors from group ranks.
 

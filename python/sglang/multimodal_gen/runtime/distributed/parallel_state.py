@@ -1,4 +1,4 @@
-"""Who works on what: the layout of ranks, and the groups that follow from it."""
+"""Who works on what: the groups that follow from the layout of ranks."""
 
 from __future__ import annotations
 
@@ -12,40 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sglang.multimodal_gen.runtime.distributed.group import Group
-
-MESH_DIMS = ("dp", "cfg", "ring", "ulysses", "tp")
-"""From the outermost to the innermost: neighbours in rank share the fastest link, and tensor
-parallelism speaks most often."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelLayout:
-    """How many ways each thing is split; their product is the number of ranks.
-
-    ``dp`` copies of the model serve different batches. Within a copy: ``cfg`` branches of guidance,
-    ``ring`` x ``ulysses`` pieces of the sequence, ``tp`` pieces of each weight.
-    """
-
-    dp: int = 1
-    cfg: int = 1
-    ring: int = 1
-    ulysses: int = 1
-    tp: int = 1
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes in the order of `MESH_DIMS`."""
-        return tuple(getattr(self, name) for name in MESH_DIMS)
-
-    @property
-    def world_size(self) -> int:
-        """All ranks."""
-        return prod(self.shape)
-
-    @property
-    def sp(self) -> int:
-        """Pieces of the sequence."""
-        return self.ring * self.ulysses
+from sglang.multimodal_gen.runtime.distributed.layout import MESH_DIMS, ParallelLayout
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

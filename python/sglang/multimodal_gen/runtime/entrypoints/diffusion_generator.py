@@ -1,4 +1,4 @@
-"""The Python door: load a model, ask it for pictures, in this process."""
+"""The Python door: load a model, ask it for pictures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.entrypoints.result_files import Destination, local_path
 from sglang.multimodal_gen.runtime.layers.lora.receipt import LoRAReceipt
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
+from sglang.multimodal_gen.runtime.managers.ranks.follower import follow, is_front
 from sglang.multimodal_gen.runtime.managers.worker import Worker
+from sglang.multimodal_gen.runtime.managers.worker_group import WorkerGroup
 from sglang.multimodal_gen.runtime.models.external_packages import load_external_packages
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
     ComposedPipelineBase,
@@ -33,6 +35,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import (
 from sglang.multimodal_gen.runtime.platforms.device import device_facts
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.server_args.resolve import resolve
+from sglang.multimodal_gen.runtime.utils.environ import launched_rank
 from sglang.multimodal_gen.runtime.utils.errors import CallbackFailed, UserError
 from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent, ProgressListener
 
@@ -103,11 +106,14 @@ class GenerationResult(Sequence[GeneratedImage]):
 class DiffGenerator:
     """A loaded model that makes pictures. Use `from_pretrained`; close it, or use ``with``.
 
-    One process, no sockets: safe in a notebook. Not for use from several threads at once.
+    With one rank: one process, no sockets, safe in a notebook. With more (``num_gpus=2``) the model
+    is in processes of its own. Not for use from several threads at once.
     """
 
-    def __init__(self, worker: Worker, *, notes: Sequence[str] = (), load_seconds: float) -> None:
-        self._worker: Worker | None = worker
+    def __init__(
+        self, worker: Worker | WorkerGroup, *, notes: Sequence[str] = (), load_seconds: float
+    ) -> None:
+        self._worker: Worker | WorkerGroup | None = worker
         self.notes = tuple(notes)
         """One sentence for each choice that was made for the caller."""
         self.load_seconds = load_seconds
@@ -149,14 +155,29 @@ class DiffGenerator:
         """Load the model that the arguments name; raises as `from_pretrained`.
 
         ``before_loading`` sees the model once it is found; raising from it saves the loading.
+
+        Where this process only follows another (torchrun's ranks but the first, nodes but number
+        0), it works for it here until that one is done, and then ends.
+
+        Raises:
+            SystemExit: this process followed another, and all is well.
+            WorkerDied: a rank failed alone, or is gone.
         """
         start = time.perf_counter()
         load_external_packages()
-        resolution = resolve(server_args, device_facts())
+        launched = launched_rank()
+        resolution = resolve(server_args, device_facts(), launched)
         model = ModelDescription.find(resolution.args, pipeline_config)
         if before_loading is not None:
             before_loading(model)
-        worker = Worker(model, progress=progress)
+        parallel = resolution.args.parallel
+        if not is_front(parallel, launched):
+            follow(model, launched)
+            raise SystemExit(0)
+        if parallel.layout.world_size > 1:
+            worker = WorkerGroup(model, progress=progress, launched=launched)
+        else:
+            worker = Worker(model, progress=progress)
         notes = (
             *resolution.notes,
             *model.info.notes,
@@ -219,13 +240,16 @@ class DiffGenerator:
         return self._run_batches(worker, batches, counter)
 
     def _run_batches(
-        self, worker: Worker, batches: Sequence[Req], counter: _WholeCallProgress
+        self, worker: Worker | WorkerGroup, batches: Sequence[Req], counter: _WholeCallProgress
     ) -> Iterator[GenerationResult]:
+        watched = [counter.watch(index, batch) for index, batch in enumerate(batches)]
+        outputs = iter(worker.run_all(watched))
         for index, batch in enumerate(batches):
             try:
-                output = worker.run(counter.watch(index, batch))
+                output = next(outputs)
             except CallbackFailed as error:
                 raise error.cause from None
+            counter.finished.add(index)
             yield _result(output, batch.request, worker.model, self.load_seconds)
 
     def set_lora(
@@ -241,35 +265,48 @@ class DiffGenerator:
         For one call alone, give ``generate`` a ``lora``: ``["name=0.5"]``, or mappings with name or
         path, and weight.
         """
-        pipeline = self._open().lora_pipeline
-        return pipeline.set_lora(lora_nickname, lora_path, target, strength, merge_mode=merge_mode)
+        worker = self._open()
+        return worker.set_lora(lora_nickname, lora_path, target, strength, merge_mode=merge_mode)
 
     def unset_lora(self, target: str | Sequence[str] = "all") -> None:
         """Take adapters out of force; the model is the base again, bit for bit."""
-        self._open().lora_pipeline.unset_lora(target)
+        self._open().unset_lora(target)
 
     def merge_lora_weights(
         self, target: str | Sequence[str] = "all", strength: float = 1.0
     ) -> None:
         """Put the chosen adapters into the weights; ``strength`` multiplies their weights."""
-        self._open().lora_pipeline.merge_lora_weights(target, strength)
+        self._open().merge_lora_weights(target, strength)
 
     def unmerge_lora_weights(self, target: str | Sequence[str] = "all") -> None:
         """Take merged adapters out of the weights; they stay chosen."""
-        self._open().lora_pipeline.unmerge_lora_weights(target)
+        self._open().unmerge_lora_weights(target)
 
     def list_loras(self) -> dict[str, Any]:
         """``loaded_adapters``, and which of them are ``active`` on which component."""
-        return self._open().lora_pipeline.get_lora_status()
+        return self._open().on_adapters("get_lora_status")
 
     @property
     def pipeline(self) -> ComposedPipelineBase:
-        """The pipeline behind this generator, for inspection."""
-        return self._open().pipeline
+        """The pipeline behind this generator, for inspection.
+
+        Raises:
+            UserError: it is in other processes.
+        """
+        worker = self._open()
+        if isinstance(worker, WorkerGroup):
+            ranks = worker.model.server_args.parallel.layout.world_size
+            raise UserError(
+                f"the pipeline is in {ranks} other processes (num_gpus={ranks}), out of reach; "
+                "load the model with one rank to look into it"
+            )
+        return worker.pipeline
 
     def close(self) -> None:
         """Let go of the model and its memory; the generator cannot be used afterwards."""
-        self._worker = None
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -282,7 +319,7 @@ class DiffGenerator:
     ) -> None:
         self.close()
 
-    def _open(self) -> Worker:
+    def _open(self) -> Worker | WorkerGroup:
         if self._worker is None:
             raise UserError("this DiffGenerator is closed; load the model again")
         return self._worker
@@ -300,6 +337,8 @@ class _WholeCallProgress:
         self.listener = listener
         self.batches = batches
         self.cancelled = cancelled
+        self.finished: set[int] = set()
+        self._done: dict[tuple[str, int], int] = {}
 
     def watch(self, index: int, batch: Req) -> Req:
         """The batch, reporting how far the whole call has come."""
@@ -309,8 +348,12 @@ class _WholeCallProgress:
             if listener is None:
                 return
             units = [b.batch_size if event.phase == "decode" else event.total for b in self.batches]
-            done, total = sum(units[:index]) + event.done, sum(units)
-            listener(dataclasses.replace(event, done=done, total=total))
+            self._done[event.phase, index] = event.done
+            done = sum(
+                unit if i in self.finished else self._done.get((event.phase, i), 0)
+                for i, unit in enumerate(units)
+            )
+            listener(dataclasses.replace(event, done=done, total=sum(units)))
 
         batch.control = RequestControl(report, self.cancelled)
         return batch

@@ -20,6 +20,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.lora_arguments import not_load
 from sglang.multimodal_gen.runtime.pipelines_core.lora_pipeline import LoRAPipeline
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, RequestControl
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.server_args.resolve import check_backend
 from sglang.multimodal_gen.runtime.utils.errors import (
     CheckpointError,
     InvalidArgument,
@@ -53,9 +54,11 @@ class ModelDescription:
             ModelNotFound: nothing is there, or no family serves it.
             CheckpointError: a file of it, or an adapter's, is missing or damaged, or its
                 ``sampling_params.json`` holds a bad value.
-            InvalidArgument: adapters are asked for, and the pipeline takes none.
+            InvalidArgument: adapters are asked for, and the pipeline takes none; or several ranks,
+                and the pipeline uses one.
         """
         source, info = REGISTRY.find(server_args.model)
+        check_backend(info.backend, server_args.parallel)
         model = dataclasses.replace(server_args.model, backend=info.backend)
         for path in server_args.lora.lora_paths:
             if not issubclass(info.pipeline_cls, LoRAPipeline):

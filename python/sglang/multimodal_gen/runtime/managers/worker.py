@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.layers.lora.receipt import LoRAReceipt
+from sglang.multimodal_gen.runtime.managers.lora_verbs import LoRAVerbs
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
     ComposedPipelineBase,
@@ -24,7 +26,7 @@ from sglang.multimodal_gen.runtime.utils.errors import (
 from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
 
 
-class Worker:
+class Worker(LoRAVerbs):
     """Holds one loaded pipeline and runs admitted requests on it, one batch at a time.
 
     ``progress`` hears about loading, in bytes; ``parallel`` is this rank's place in a run of many.
@@ -84,6 +86,17 @@ class Worker:
             raise InternalError(
                 f"request {batch.request_id} failed: {type(error).__name__}: {error}"
             ) from error
+
+    def run_all(self, batches: Iterable[Req]) -> Iterator[OutputBatch]:
+        """Run batches, each when the one before it was taken; raises as `run`."""
+        return map(self.run, batches)
+
+    def on_adapters(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a verb of the pipeline; see `LoRAVerbs`."""
+        return getattr(self.lora_pipeline, verb)(*args, **kwargs)
+
+    def close(self) -> None:
+        """Nothing to end: the model goes when nobody holds the worker any more."""
 
     def _start_adapters(self) -> tuple[LoRAReceipt, ...]:
         """Put the server arguments' adapters in force."""

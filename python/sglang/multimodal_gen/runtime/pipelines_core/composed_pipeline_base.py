@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+import torch
+
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentLoader,
@@ -351,7 +353,8 @@ class ComposedPipelineBase(ABC):
         batch = self.executor.execute(batch, server_args)
         return OutputBatch(
             request_id=batch.request_id,
-            output=batch.output,
+            # Of the ranks of a replica, the first gives the result; others need not have one.
+            output=batch.output if self.parallel.replica.is_first else torch.empty(0),
             prompt=batch.prompt,
             seeds=batch.seeds,
             timings=batch.timings,

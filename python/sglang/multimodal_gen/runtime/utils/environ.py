@@ -1,14 +1,17 @@
 """The environment variables of this project: a typed table, and the one place that reads them.
 
-What the libraries underneath read (``HF_HOME``, ``CUDA_VISIBLE_DEVICES``...) is theirs.
+What the libraries underneath read (``HF_HOME``, ``CUDA_VISIBLE_DEVICES``...) is theirs; what
+torchrun tells the processes that it starts is read here too.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from sglang.multimodal_gen.runtime.utils.errors import UserError
 
 T = TypeVar("T")
 
@@ -27,6 +30,47 @@ class Variable(Generic[T]):
     def read(self) -> T:
         """The value now. Whoever needs it for the life of the process keeps it."""
         return self.parse(os.environ.get(self.name, ""))
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedRank:
+    """This process's place among those that torchrun, or a launcher like it, started."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str
+    """Where rank 0 is."""
+
+
+def launched_rank() -> LaunchedRank | None:
+    """What the launcher of this process told it; None where it was started by itself.
+
+    Raises:
+        UserError: the variables are there, but hold no numbers.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    told = {name: os.environ.get(name, "") for name in names}
+    if not all(told.values()):
+        return None  # some of them alone are set by schedulers of clusters, for other programs
+    numbers = {name: told[name] for name in names if name != "MASTER_ADDR"}
+    numbers["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE", "") or told["WORLD_SIZE"]
+    for name, text in numbers.items():
+        if not text.isdecimal():
+            raise UserError(f"environment variable {name}={text!r} must be a whole number")
+    return LaunchedRank(
+        rank=int(numbers["RANK"]),
+        world_size=int(numbers["WORLD_SIZE"]),
+        local_rank=int(numbers["LOCAL_RANK"]),
+        local_world_size=int(numbers["LOCAL_WORLD_SIZE"]),
+        host=told["MASTER_ADDR"],
+    )
+
+
+def environment_with(defaults: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment for one that it starts; ``defaults`` are for what is not set."""
+    return {**defaults, **os.environ}
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -14,7 +14,8 @@
     ├── Cancelled                  the caller asked to stop; not a failure
     ├── CallbackFailed             the caller's progress callback raised; its error is the cause
     └── InternalError              our fault: exit code 1, HTTP 5xx
-        └── NonFiniteOutput        a component produced NaN or infinity
+        ├── NonFiniteOutput        a component produced NaN or infinity
+        └── WorkerDied             what ran the batch is gone
 
 A message names the value, the field and the remedy. Entry points print user and checkpoint
 errors as one paragraph without a traceback; everything else is a bug and keeps its traceback.
@@ -87,6 +88,10 @@ class InternalError(DiffusionError, RuntimeError):
 
 class NonFiniteOutput(InternalError):
     """A component produced NaN or infinity: a picture of it would be black without any sign."""
+
+
+class WorkerDied(InternalError):
+    """What ran the batch is gone, and the batch with it; a runner raises it."""
 
 
 def _shown(value: object) -> str:

@@ -19,6 +19,7 @@ from sglang.multimodal_gen.runtime.entrypoints.cli.report import (
     print_times,
     print_warnings,
 )
+from sglang.multimodal_gen.runtime.utils.environ import launched_rank
 from sglang.multimodal_gen.runtime.utils.errors import OutputError
 from sglang.multimodal_gen.runtime.utils.terminal_progress import TerminalProgress
 
@@ -63,12 +64,14 @@ def open_generator(
     the loading. torch is imported here, after everything that needs no torch was checked.
     """
     from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import DiffGenerator
+    from sglang.multimodal_gen.runtime.managers.ranks.follower import is_front
 
     def admit(model: ModelDescription) -> None:
         params = model.sampling_params(request)
         batches = model.admit(params)
         model.check_adapter_names(params)
-        on_admitted(sum(batch.batch_size for batch in batches))
+        if is_front(args.parallel, launched_rank()):
+            on_admitted(sum(batch.batch_size for batch in batches))
 
     return DiffGenerator.from_server_args(args, before_loading=admit, progress=progress)
 

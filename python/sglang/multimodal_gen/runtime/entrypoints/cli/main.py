@@ -22,6 +22,7 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     CheckpointError,
     NonFiniteOutput,
     UserError,
+    WorkerDied,
 )
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("sglang: interrupted", file=sys.stderr)
         return _EXIT_INTERRUPTED
-    except NonFiniteOutput as error:
+    except (NonFiniteOutput, WorkerDied) as error:
         print(f"sglang: error: {error}", file=sys.stderr)
         return _EXIT_FAILED
     except BrokenPipeError:

@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
+from sglang.multimodal_gen.runtime.layers.products import pack_linears
 from sglang.multimodal_gen.runtime.loader.checkpoint import Checkpoint, find_checkpoint
 from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes import library_class
 from sglang.multimodal_gen.runtime.loader.json_file import read_json_object
@@ -154,6 +155,8 @@ class NeuralComponentLoader(ComponentLoader):
             label=spec.name,
             progress=progress,
         )
+        if spec.parallel.device.type == "cuda":
+            pack_linears(module)
         return module, receipt
 
     def model_class(self, spec: ComponentSpec) -> type:

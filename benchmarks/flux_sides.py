@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from flux_floor import Workload
 from sglang.multimodal_gen.configs.pipeline_configs.flux import FluxPipelineConfig
 from sglang.multimodal_gen.configs.sample.flux import FluxSamplingParams
+from sglang.multimodal_gen.runtime.layers.products import pack_linears
 from sglang.multimodal_gen.runtime.models.dits.flux import FluxTransformer2DModel
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, RequestControl
 from sglang.multimodal_gen.runtime.pipelines_core.stages.denoising import DenoisingStage
@@ -175,6 +176,9 @@ def make_sides(
     _fill(reference, generator)
     ours.load_state_dict(reference.state_dict(), assign=True)
     _refuse_meta(ours)
+    if device.type == "cuda":
+        pack_linears(ours)  # as the loader does
+        reference.load_state_dict(ours.state_dict(), assign=True)
     ours.requires_grad_(False)
     reference.requires_grad_(False)
     embeddings = Embeddings(

@@ -4,9 +4,8 @@ import torch.nn.functional as F
 from sglang.multimodal_gen.runtime.layers.modulation import (
     AdaLayerNormContinuous,
     AdaLayerNormZero,
-    add_gated,
-    norm_modulate,
 )
+from sglang.multimodal_gen.runtime.layers.ops.norm_modulate import add_gated, norm_modulate
 
 
 def test_norm_modulate_is_its_formula():

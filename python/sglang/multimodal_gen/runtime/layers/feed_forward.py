@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from sglang.multimodal_gen.runtime.layers.products import gelu_linear
 
 
 class GELUProjection(nn.Module):
@@ -15,7 +16,7 @@ class GELUProjection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] -> [..., inner_dim]."""
-        return F.gelu(self.proj(x), approximate="tanh")
+        return gelu_linear(x, self.proj)
 
 
 class FeedForward(nn.Module):

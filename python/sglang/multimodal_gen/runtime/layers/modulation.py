@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-NORM_EPS = 1e-6
+from sglang.multimodal_gen.runtime.layers.ops.norm_modulate import norm_modulate
 
 
 class AdaLN(NamedTuple):
@@ -22,17 +20,6 @@ class AdaLN(NamedTuple):
     shift: Tensor
     scale: Tensor
     gate: Tensor
-
-
-def norm_modulate(x_BSD: Tensor, shift_B1D: Tensor, scale_B1D: Tensor) -> Tensor:
-    """``LayerNorm(x) * (1 + scale) + shift``, over the last dimension."""
-    normed = F.layer_norm(x_BSD, x_BSD.shape[-1:], eps=NORM_EPS)
-    return torch.addcmul(shift_B1D, normed, 1 + scale_B1D)
-
-
-def add_gated(residual_BSD: Tensor, gate_B1D: Tensor, update_BSD: Tensor) -> Tensor:
-    """``residual + gate * update`` in one pass over memory."""
-    return torch.addcmul(residual_BSD, gate_B1D, update_BSD)
 
 
 class AdaLayerNormZero(nn.Module):

@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
+from sglang.multimodal_gen.runtime.layers.products import pack_linears
 from sglang.multimodal_gen.runtime.layers.tensor_parallel import PlannedModel, plan_of
 from sglang.multimodal_gen.runtime.loader.checkpoint import Checkpoint, find_checkpoint
 from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes import library_class
@@ -157,6 +158,8 @@ class NeuralComponentLoader(ComponentLoader):
             label=spec.name,
             progress=progress,
         )
+        if spec.parallel.device.type == "cuda":
+            pack_linears(module)
         return module, receipt
 
     def spread(self, module: nn.Module, spec: ComponentSpec) -> None:

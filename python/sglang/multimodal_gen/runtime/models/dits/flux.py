@@ -25,14 +25,19 @@ from sglang.multimodal_gen.runtime.layers.feed_forward import FeedForward
 from sglang.multimodal_gen.runtime.layers.modulation import (
     AdaLayerNormContinuous,
     AdaLayerNormZero,
+)
+from sglang.multimodal_gen.runtime.layers.ops.norm_modulate import (
     add_gated,
+    add_gated_norm_modulate,
     norm_modulate,
 )
-from sglang.multimodal_gen.runtime.layers.rotary_embedding import (
-    Rotary,
-    axial_rotary,
-    rotate_pairs,
+from sglang.multimodal_gen.runtime.layers.products import (
+    concat_linear,
+    gelu_linear,
+    parallel_linears,
 )
+from sglang.multimodal_gen.runtime.layers.qk_norm import HeadStream, norm_rotate_join
+from sglang.multimodal_gen.runtime.layers.rotary_embedding import Rotary, axial_rotary
 from sglang.multimodal_gen.runtime.layers.sequence_plan import (
     RETURN,
     Gather,
@@ -121,6 +126,8 @@ class FluxTimeTextEmbed(nn.Module):
 class FluxAttention(nn.Module):
     """Projections and per-head q/k norms; joint over both streams where there are two."""
 
+    shared_input = (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"))
+
     def __init__(self, dim: int, head_dim: int, double_stream: bool) -> None:
         super().__init__()
         self.head_dim = head_dim
@@ -141,27 +148,29 @@ class FluxAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor, rotary: Rotary) -> Tensor:
         """Self-attention of one stream, without output projection; [B, S, D]."""
-        q, k, v = (self._heads(f(x_BSD)) for f in (self.to_q, self.to_k, self.to_v))
-        q = rotate_pairs(self.norm_q(q), rotary)
-        k = rotate_pairs(self.norm_k(k), rotary)
-        return self.attend(q, k, v).flatten(2)
+        return self.attend(*norm_rotate_join((self._stream(x_BSD),), rotary)).flatten(2)
 
     def joint(self, image_BND: Tensor, text_BTD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Attention over text and image together; each stream has its own projections."""
-        q, k, v = (self._heads(f(image_BND)) for f in (self.to_q, self.to_k, self.to_v))
-        text_q, text_k, text_v = (
-            self._heads(f(text_BTD)) for f in (self.add_q_proj, self.add_k_proj, self.add_v_proj)
-        )
-        q = torch.cat((self.norm_added_q(text_q), self.norm_q(q)), dim=1)
-        k = torch.cat((self.norm_added_k(text_k), self.norm_k(k)), dim=1)
-        v = torch.cat((text_v, v), dim=1)
-        out_BSD = self.attend(rotate_pairs(q, rotary), rotate_pairs(k, rotary), v).flatten(2)
+        streams = (self._text_stream(text_BTD), self._stream(image_BND))
+        out_BSD = self.attend(*norm_rotate_join(streams, rotary)).flatten(2)
         text_length = text_BTD.shape[1]
         text_out, image_out = out_BSD[:, :text_length], out_BSD[:, text_length:]
         return self.to_out[0](image_out), self.to_add_out(text_out)
 
-    def _heads(self, x_BSD: Tensor) -> Tensor:
-        return x_BSD.unflatten(-1, (-1, self.head_dim))
+    def _stream(self, x_BSD: Tensor) -> HeadStream:
+        q, k, v = parallel_linears(x_BSD, self.to_q, self.to_k, self.to_v)
+        return self._heads(q, k, v, self.norm_q, self.norm_k)
+
+    def _text_stream(self, text_BTD: Tensor) -> HeadStream:
+        q, k, v = parallel_linears(text_BTD, self.add_q_proj, self.add_k_proj, self.add_v_proj)
+        return self._heads(q, k, v, self.norm_added_q, self.norm_added_k)
+
+    def _heads(
+        self, q: Tensor, k: Tensor, v: Tensor, norm_q: nn.RMSNorm, norm_k: nn.RMSNorm
+    ) -> HeadStream:
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        return HeadStream(q, k, v, norm_q, norm_k)
 
 
 class FluxTransformerBlock(nn.Module):
@@ -188,14 +197,16 @@ class FluxTransformerBlock(nn.Module):
             norm_modulate(text_BTD, text_attn_mod.shift, text_attn_mod.scale),
             rotary,
         )
-        image_BND = add_gated(image_BND, attn_mod.gate, image_out)
-        text_BTD = add_gated(text_BTD, text_attn_mod.gate, text_out)
+        image_BND, image_normed = add_gated_norm_modulate(
+            image_BND, attn_mod.gate, image_out, ff_mod.shift, ff_mod.scale
+        )
+        text_BTD, text_normed = add_gated_norm_modulate(
+            text_BTD, text_attn_mod.gate, text_out, text_ff_mod.shift, text_ff_mod.scale
+        )
 
         # Feed-forward.
-        image_ff = self.ff(norm_modulate(image_BND, ff_mod.shift, ff_mod.scale))
-        text_ff = self.ff_context(norm_modulate(text_BTD, text_ff_mod.shift, text_ff_mod.scale))
-        image_BND = add_gated(image_BND, ff_mod.gate, image_ff)
-        text_BTD = add_gated(text_BTD, text_ff_mod.gate, text_ff)
+        image_BND = add_gated(image_BND, ff_mod.gate, self.ff(image_normed))
+        text_BTD = add_gated(text_BTD, text_ff_mod.gate, self.ff_context(text_normed))
         return image_BND, _within_fp16(text_BTD)
 
 
@@ -213,8 +224,8 @@ class FluxSingleTransformerBlock(nn.Module):
         """One block on the joint sequence."""
         (mod,) = self.norm(silu_temb_BD)
         normed = norm_modulate(x_BSD, mod.shift, mod.scale)
-        mlp = F.gelu(self.proj_mlp(normed), approximate="tanh")
-        out_BSD = self.proj_out(torch.cat((self.attn(normed, rotary), mlp), dim=-1))
+        mlp = gelu_linear(normed, self.proj_mlp)
+        out_BSD = concat_linear((self.attn(normed, rotary), mlp), self.proj_out)
         return _within_fp16(add_gated(x_BSD, mod.gate, out_BSD))
 
 

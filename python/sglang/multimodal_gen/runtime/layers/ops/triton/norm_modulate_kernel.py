@@ -1,0 +1,68 @@
+"""``residual + gate * update``, then layer norm, scale and shift: one program for each row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _kernel(
+    x_ptr, update_ptr, gate_ptr, shift_ptr, scale_ptr, sum_ptr, out_ptr,
+    rows, dim, x_batch, x_row, update_batch, update_row, gate_batch, shift_batch, scale_batch, eps,
+    GATED: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    batch, row = program // rows, program % rows
+    column = tl.arange(0, BLOCK)
+    inside = column < dim
+    x = tl.load(x_ptr + batch * x_batch + row * x_row + column, mask=inside, other=0.0)
+    x = x.to(tl.float32)
+    if GATED:
+        at = batch * update_batch + row * update_row
+        update = tl.load(update_ptr + at + column, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + batch * gate_batch + column, mask=inside, other=0.0)
+        total = (x + gate.to(tl.float32) * update).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + program * dim + column, total, mask=inside)
+        x = total.to(tl.float32)  # the norm sees what later layers will see
+    if NORM:
+        mean = tl.sum(x, 0) / dim
+        centred = tl.where(inside, x - mean, 0.0)
+        rstd = tl.rsqrt(tl.sum(centred * centred, 0) / dim + eps)
+        scale = tl.load(scale_ptr + batch * scale_batch + column, mask=inside, other=0.0)
+        shift = tl.load(shift_ptr + batch * shift_batch + column, mask=inside, other=0.0)
+        out = centred * rstd * (1.0 + scale.to(tl.float32)) + shift.to(tl.float32)
+        tl.store(out_ptr + program * dim + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def launch(
+    x: Tensor,
+    gate: Tensor | None,
+    update: Tensor | None,
+    shift: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """(sum, normed); the first is ``x`` itself without a gate, the second the sum without a norm.
+
+    Rows of ``x`` and ``update`` [B, S, D] may be strided; the last dimension is contiguous.
+    """
+    batch, rows, dim = x.shape
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    gated, norm = update is not None, shift is not None
+    if update is None or gate is None:
+        update = gate = x
+    update = update if update.stride(-1) == 1 else update.contiguous()
+    shift, scale = (x if shift is None else shift), (x if scale is None else scale)
+    total = torch.empty_like(x, memory_format=torch.contiguous_format) if gated else x
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if norm else total
+    block = triton.next_power_of_2(dim)
+    _kernel[(batch * rows,)](
+        x, update, gate, shift, scale, total, out,
+        rows, dim, x.stride(0), x.stride(1), update.stride(0), update.stride(1),
+        gate.stride(0), shift.stride(0), scale.stride(0), eps,
+        GATED=gated, NORM=norm, BLOCK=block, num_warps=min(16, max(1, block // 512)),  # pyright: ignore[reportCallIssue]
+    )  # fmt: skip
+    return total, out

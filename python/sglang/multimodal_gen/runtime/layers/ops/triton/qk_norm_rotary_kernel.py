@@ -1,0 +1,72 @@
+"""Queries and keys of one position in one program: norm over each head, rotation, store."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _norm_rotate(
+    x_ptr, out_ptr, weight_ptr, cos, sin, heads, x_head, out_head, eps,
+    HEADS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    head = tl.arange(0, HEADS)[:, None]
+    channel = tl.arange(0, DIM)[None, :]
+    inside = head < heads
+    x = tl.load(x_ptr + head * x_head + channel, mask=inside, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / DIM + eps)
+    weight = tl.load(weight_ptr + channel).to(tl.float32)
+    x = x * rstd * weight
+    even, odd = tl.split(tl.reshape(x, (HEADS, DIM // 2, 2)))
+    rotated = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+    rotated = tl.reshape(rotated, (HEADS, DIM)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + head * out_head + channel, rotated, mask=inside)
+
+
+@triton.jit
+def _kernel(
+    q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
+    length, heads,
+    q_batch, q_row, q_head, k_batch, k_row, k_head,
+    q_out_batch, q_out_row, q_out_head, k_out_batch, k_out_row, k_out_head, eps,
+    HEADS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    batch, row = program // length, program % length
+    pair = tl.arange(0, DIM // 2)[None, :]
+    cos = tl.load(cos_ptr + row * (DIM // 2) + pair)
+    sin = tl.load(sin_ptr + row * (DIM // 2) + pair)
+    _norm_rotate(
+        q_ptr + batch * q_batch + row * q_row, q_out_ptr + batch * q_out_batch + row * q_out_row,
+        q_weight_ptr, cos, sin, heads, q_head, q_out_head, eps, HEADS, DIM,
+    )  # fmt: skip
+    _norm_rotate(
+        k_ptr + batch * k_batch + row * k_row, k_out_ptr + batch * k_out_batch + row * k_out_row,
+        k_weight_ptr, cos, sin, heads, k_head, k_out_head, eps, HEADS, DIM,
+    )  # fmt: skip
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    q_out: Tensor,
+    k_out: Tensor,
+) -> None:
+    """As the plain twin; all strides are free but the last, head widths are powers of two."""
+    batch, length, heads, head_dim = q.shape
+    block = triton.next_power_of_2(heads)
+    _kernel[(batch * length,)](
+        q, k, q_weight, k_weight, cos, sin, q_out, k_out, length, heads,
+        q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
+        q_out.stride(0), q_out.stride(1), q_out.stride(2),
+        k_out.stride(0), k_out.stride(1), k_out.stride(2), eps,
+        HEADS=block, DIM=head_dim,
+        num_warps=min(16, max(1, block * head_dim // 512)),  # pyright: ignore[reportCallIssue]
+    )  # fmt: skip

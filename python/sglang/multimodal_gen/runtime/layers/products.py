@@ -1,0 +1,115 @@
+"""Matrix products that belong together, as fewer and larger calls of the library.
+
+The modules stay plain linears under their checkpoint names. Where one of them is something else (an
+adapter is on it, its weight is split over ranks or quantised), each function falls back to what its
+first sentence says, call by call: that is a choice by type and place, not an attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def parallel_linears(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
+    """Each linear of ``x``: one product where `pack_linears` made the weights neighbours."""
+    packed = None if torch.compiler.is_compiling() else _packed(linears)
+    if packed is None:
+        return tuple(linear(x) for linear in linears)
+    weight, bias = packed
+    widths = [linear.weight.shape[0] for linear in linears if _is_plain(linear)]
+    return F.linear(x, weight, bias).split(widths, dim=-1)
+
+
+def gelu_linear(x: Tensor, linear: nn.Module) -> Tensor:
+    """``gelu(linear(x))``, tanh form; in the product's epilogue where cuBLAS has it."""
+    if not _is_plain(linear) or linear.bias is None or not _mergeable(x):
+        return F.gelu(linear(x), approximate="tanh")
+    flat = x.reshape(-1, x.shape[-1])
+    out = torch._addmm_activation(linear.bias, flat, linear.weight.t(), use_gelu=True)
+    return out.unflatten(0, x.shape[:-1])
+
+
+def concat_linear(parts: Sequence[Tensor], linear: nn.Module) -> Tensor:
+    """``linear(cat(parts))`` along the last dimension; summed part by part on a GPU.
+
+    Writing a concatenation of 4,608 x 15,360 takes as long as a product's tenth; a product that
+    adds to the one before takes nearly nothing more.
+    """
+    if not _is_plain(linear) or linear.bias is None or not _mergeable(parts[0]):
+        return linear(torch.cat(tuple(parts), dim=-1))
+    weights = linear.weight.split([part.shape[-1] for part in parts], dim=1)
+    flat = [part.reshape(-1, part.shape[-1]) for part in parts]
+    out = torch.addmm(linear.bias, flat[0], weights[0].t())
+    for part, weight in zip(flat[1:], weights[1:], strict=True):
+        out.addmm_(part, weight.t())
+    return out.unflatten(0, parts[0].shape[:-1])
+
+
+def pack_linears(module: nn.Module) -> int:
+    """Make the weights of linears that share an input neighbours in memory; returns how many sets.
+
+    A class says which of its children share one: ``shared_input = (("to_q", "to_k", "to_v"),)``.
+    The parameters stay themselves, as views; whoever replaces one of them undoes the packing.
+    """
+    sets = 0
+    for owner in module.modules():
+        for names in getattr(type(owner), "shared_input", ()):
+            linears = [owner.get_submodule(name) for name in names if hasattr(owner, name)]
+            plain = [linear for linear in linears if _is_plain(linear)]
+            if len(plain) == len(names):
+                _pack([linear.weight for linear in plain])
+                _pack([linear.bias for linear in plain if linear.bias is not None])
+                sets += 1
+    return sets
+
+
+def _pack(parameters: Sequence[Tensor]) -> None:
+    if not parameters:
+        return
+    packed = torch.cat([parameter.data for parameter in parameters])
+    sizes = [parameter.shape[0] for parameter in parameters]
+    for parameter, piece in zip(parameters, packed.split(sizes), strict=True):
+        parameter.data = piece
+
+
+def _packed(linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
+    """One weight and bias that cover those of all linears, if they lie side by side."""
+    plain = [linear for linear in linears if _is_plain(linear)]
+    weight = _joined([linear.weight for linear in plain]) if len(plain) == len(linears) else None
+    biases = [linear.bias for linear in plain if linear.bias is not None]
+    if weight is None or len(biases) not in (0, len(plain)):
+        return None
+    bias = _joined(biases) if biases else None
+    return None if biases and bias is None else (weight, bias)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    first, address = tensors[0], tensors[0].data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    for tensor in tensors:
+        if (
+            tensor.data_ptr() != address
+            or tensor.untyped_storage().data_ptr() != storage
+            or not tensor.is_contiguous()
+            or tensor.dtype != first.dtype
+            or tensor.shape[1:] != first.shape[1:]
+        ):
+            return None
+        address += tensor.numel() * tensor.element_size()
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
+
+
+def _mergeable(x: Tensor) -> bool:
+    """Half precision on a GPU; float32, the reference's, keeps the reference's order of sums."""
+    half = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+    return half and not torch.compiler.is_compiling()

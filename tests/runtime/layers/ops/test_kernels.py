@@ -1,0 +1,92 @@
+"""Each kernel against its plain twin in float64; on a CPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from sglang.multimodal_gen.runtime.layers.ops import norm_modulate as norm
+from sglang.multimodal_gen.runtime.layers.ops import qk_norm_rotary as qk
+from sglang.multimodal_gen.runtime.layers.ops.triton import (
+    norm_modulate_kernel,
+    qk_norm_rotary_kernel,
+)
+from sglang.multimodal_gen.runtime.layers.rotary_embedding import axial_rotary
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LIMITS = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+
+
+def relative_l2(measured, expected):
+    return ((measured.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def random(*shape, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
+
+
+def norm_inputs(batch, rows, dim, dtype):
+    # Conditioning arrives as slices of one linear's output: strided over the batch.
+    conditioning = random(batch, 1, 3 * dim, dtype=dtype, seed=1)
+    shift, scale, gate = conditioning.chunk(3, dim=-1)
+    x = random(batch, rows, dim, dtype=dtype, seed=2) + 1
+    return x, gate, random(batch, rows, dim, dtype=dtype, seed=3), shift, scale
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("shape", [(1, 5, 64), (2, 3, 48), (1, 2, 3072)])
+def test_norm_modulate(shape, dtype):
+    x, gate, update, shift, scale = norm_inputs(*shape, dtype)
+    exact = norm.add_gated_norm_modulate_plain(
+        *(t.double() for t in (x, gate, update, shift, scale))
+    )
+    total, normed = norm_modulate_kernel.launch(x, gate, update, shift, scale, norm.EPS)
+    assert relative_l2(total, exact[0]) < LIMITS[dtype]
+    assert relative_l2(normed, exact[1]) < LIMITS[dtype]
+    plain = norm.norm_modulate_plain(x.double(), shift.double(), scale.double())
+    _, alone = norm_modulate_kernel.launch(x, None, None, shift, scale, norm.EPS)
+    assert relative_l2(alone, plain) < LIMITS[dtype]
+    assert relative_l2(alone, exact[1]) > 0.1  # the update matters
+    summed, _ = norm_modulate_kernel.launch(x, gate, update, None, None, norm.EPS)
+    assert torch.equal(summed, total)
+
+
+def test_norm_modulate_takes_a_slice_of_a_longer_sequence():
+    x, _, _, shift, scale = norm_inputs(2, 7, 64, torch.float32)
+    _, whole = norm_modulate_kernel.launch(x, None, None, shift, scale, norm.EPS)
+    _, part = norm_modulate_kernel.launch(x[:, 3:], None, None, shift, scale, norm.EPS)
+    assert torch.equal(part, whole[:, 3:])
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize(("batch", "length", "heads", "dim"), [(1, 5, 3, 16), (2, 3, 24, 128)])
+def test_qk_norm_rotary(batch, length, heads, dim, dtype):
+    # q, k and v as one product makes them: heads of a longer row.
+    rows = random(batch, length, 3 * heads * dim, dtype=dtype)
+    q, k, _ = (x.unflatten(-1, (heads, dim)) for x in rows.chunk(3, dim=-1))
+    q_weight, k_weight = random(dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2)
+    ids = torch.stack((torch.arange(length), torch.arange(length) * 3), dim=1).float()
+    rotary = axial_rotary(ids, (dim // 2, dim // 2), 10_000.0)
+    cos, sin = rotary.cos.to(DEVICE), rotary.sin.to(DEVICE)
+    joint = torch.zeros(2, batch, length + 2, heads, dim, dtype=dtype, device=DEVICE)
+    outs = joint[0, :, 2:], joint[1, :, 2:]
+    qk_norm_rotary_kernel.launch(q, k, q_weight, k_weight, cos, sin, 1e-6, *outs)
+    exact = [torch.empty_like(q, dtype=torch.float32) for _ in range(2)]
+    floats = (x.float() for x in (q, k, q_weight, k_weight))
+    qk.qk_norm_rotary_plain(*floats, cos, sin, 1e-6, *exact)
+    for got, expected in zip(outs, exact, strict=True):
+        assert relative_l2(got, expected) < LIMITS[dtype]
+    assert not joint[:, :, :2].any()  # the other stream's room is untouched
+    unrotated = torch.nn.functional.rms_norm(q.float(), (dim,), q_weight.float(), 1e-6)
+    assert relative_l2(outs[0], unrotated) > 0.1
+
+
+def test_operators_answer_by_device():
+    """The dispatcher takes the twin on the CPU: same bits."""
+    x, gate, update, shift, scale = (t.cpu() for t in norm_inputs(1, 4, 32, torch.float32))
+    plain = norm.add_gated_norm_modulate_plain(x, gate, update, shift, scale)
+    fused = norm.add_gated_norm_modulate(x, gate, update, shift, scale)
+    assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))

@@ -281,7 +281,7 @@ def test_encoders_are_spread_over_ranks_of_both_kinds(checkpoints):
 @pytest.mark.slow
 def test_the_bundled_models_encoders_are_spread_over_the_ranks_of_a_sequence():
     request = {"prompt": "a red circle", "height": 128, "width": 128, "guidance_scale": 1.0}
-    found = run_ranks(2, _measure_encoders, ParallelLayout(ulysses=2), "demo", request, timeout=300)
+    found = run_ranks(2, _measure_encoders, ParallelLayout(ring=2), "demo", request, timeout=300)
     for rank in found:
         assert rank["text_encoder"] <= LIMIT
         assert rank["text_encoder_2"] <= LIMIT

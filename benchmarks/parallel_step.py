@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import json
 import os
 import platform
@@ -34,7 +33,10 @@ from torch import Tensor
 from flux_floor import FLUX_DEV, TOY, Workload
 from flux_sides import Embeddings, RuntimeSide, first_prediction
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelLayout, ParallelState
+from sglang.multimodal_gen.runtime.layers.products import pack_linears
 from sglang.multimodal_gen.runtime.layers.sequence_parallel import split_denoiser
+from sglang.multimodal_gen.runtime.layers.shard import shard_of
+from sglang.multimodal_gen.runtime.layers.tensor_parallel import PlannedModel, plan_of
 from sglang.multimodal_gen.runtime.models.dits.flux import FluxTransformer2DModel
 from sglang.multimodal_gen.runtime.pipelines_core.stages.guidance import guidance_for
 from step_clock import Summary, synchronize, time_loop
@@ -170,7 +172,8 @@ def build_transformer(
     """
     with torch.device("meta"):
         model = FluxTransformer2DModel(**work.config).eval()
-    shard_of = _deal_weights(model, parallel) if parallel.tp.size > 1 else lambda _: None
+    if parallel.tp.size > 1:
+        _deal_weights(model, parallel)
     for name, empty in list(model.named_parameters()):
         shard = shard_of(empty)
         shape = empty.shape if shard is None else shard.whole_shape(empty.shape)
@@ -183,20 +186,17 @@ def build_transformer(
         vars(parameter).update(vars(empty))
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, parameter)
+    if parallel.device.type == "cuda":
+        pack_linears(model)  # as the loader does
     split_denoiser(model, parallel, "transformer")
     return model
 
 
-def _deal_weights(model: FluxTransformer2DModel, parallel: ParallelState) -> Any:
-    """Put the model's ``TP_PLAN`` in force on meta; returns what tells a parameter's slice."""
-    layers = "sglang.multimodal_gen.runtime.layers"
-    try:
-        plans = importlib.import_module(f"{layers}.tensor_parallel")
-        shards = importlib.import_module(f"{layers}.shard")
-    except ModuleNotFoundError as error:
-        raise SystemExit(f"--layout tp={parallel.tp.size}: {error}") from error
-    plans.PlannedModel(model, plans.plan_of(type(model))).apply(parallel.tp)
-    return shards.shard_of
+def _deal_weights(model: FluxTransformer2DModel, parallel: ParallelState) -> None:
+    """Put the model's ``TP_PLAN`` in force, on meta."""
+    plan = plan_of(type(model))
+    assert plan is not None
+    PlannedModel(model, plan).apply(parallel.tp)
 
 
 def embeddings(work: Workload, dtype: torch.dtype, device: torch.device) -> Embeddings:

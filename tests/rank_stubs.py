@@ -61,8 +61,7 @@ class ScriptStage(PipelineStage):
         batch.warnings.append(f"pid {os.getpid()} rank {self.parallel.rank} run {self.runs}")
         if not self.parallel.replica.is_first:
             return batch  # as a stage may: the first rank gives the result
-        seeds = [torch.Generator().manual_seed(seed) for seed in batch.seeds]
-        noise = [torch.rand(3, 4, 6, generator=seed) for seed in seeds]
+        noise = [
             torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(s)) for s in batch.seeds
         ]
         batch.output = torch.stack(noise) / ranks * self.parallel.replica.size

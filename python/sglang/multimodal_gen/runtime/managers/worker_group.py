@@ -73,6 +73,11 @@ class WorkerGroup(LoRAVerbs):
         """Whether all ranks are there, as far as is known now: none has to be asked."""
         return self._crew.failure is None and not self._closed
 
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the ranks that were started from here, by rank."""
+        return self._crew.pids
+
     def check(self) -> None:
         """Raise `WorkerDied` if the ranks are gone; from any thread, also while a batch runs."""
         self._crew.check()

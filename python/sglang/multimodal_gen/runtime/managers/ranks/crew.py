@@ -131,6 +131,11 @@ class Crew:
         with contextlib.suppress(OSError):
             self._channels[order.ranks[0]].send(CancelOrder(order.id))
 
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the ranks that this process started."""
+        return {rank: process.process.pid for rank, process in self._processes.items()}
+
     def check(self) -> None:
         """Raise `WorkerDied` if the ranks are gone."""
         if self.failure is not None:
@@ -164,8 +169,7 @@ class Crew:
     def abandon(self) -> None:
         """End the ranks that this process started, without a word; for the interpreter's end."""
         self._closing = True
-        for process in self._processes.values():
-            process.kill()
+        end_all(list(self._processes.values()), 0.0)
         self._await_rank_here()
 
     def _await_rank_here(self) -> None:

@@ -65,7 +65,7 @@ def _leave(stop: Stop | None) -> NoReturn:
 def _send_logs(task: RankTask, send: Callable[[LogLine], None]) -> None:
     """Rank 0's records go to the front's own handlers; the others' wait in a file for a failure."""
     handler: logging.Handler = _ToFront(send) if task.rank == 0 else logging.StreamHandler()
-    logging.basicConfig(handlers=[handler], force=True)
+    logging.basicConfig(format="%(message)s", handlers=[handler], force=True)
     for name, level in task.log_levels.items():
         logging.getLogger(name).setLevel(level)
     logging.captureWarnings(True)

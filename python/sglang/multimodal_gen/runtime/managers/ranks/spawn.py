@@ -44,6 +44,7 @@ class RankProcess:
     process: subprocess.Popen[str]
     output: IO[bytes] | None
     crash: IO[bytes] = field(repr=False)
+    killed: bool = False
 
     @classmethod
     def start(cls, task: RankTask, *, processors: int) -> RankProcess:
@@ -83,7 +84,10 @@ class RankProcess:
         return cls(task, channel, process, output, crash)
 
     def kill(self) -> None:
-        """End the process and what it started, at once."""
+        """End the process and what it started, at once; once, since its number may be reused."""
+        if self.killed:
+            return
+        self.killed = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -106,7 +110,8 @@ class RankProcess:
 
     def last_words(self) -> str:
         """The end of what it wrote: its output, unless we saw that, and the stacks of a crash."""
-        parts = [_tail(file) for file in (self.output, self.crash) if file is not None]
+        files = [file for file in (self.output, self.crash) if file is not None and not file.closed]
+        parts = [_tail(file) for file in files]
         return "\n".join(part for part in parts if part)
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -59,14 +61,9 @@ def test_copies_make_the_same_pictures_in_the_same_order(alone, copies):
     dealt = worker_of(copies).dealt
     dealt.clear()
     events = []
-    result = copies.generate(
-        prompt=["a fox", "an owl"],
-        num_outputs_per_prompt=2,
-        seed=3,
-        progress=events.append,
-        **SMALL,
-    )
-    expected = alone.generate(prompt=["a fox", "an owl"], num_outputs_per_prompt=2, seed=3, **SMALL)
+    request = {"prompt": ["a fox", "an owl"], "num_outputs_per_prompt": 2, "seed": 3, **SMALL}
+    result = copies.generate(request, progress=events.append)
+    expected = alone.generate(request)
     assert dict(dealt) == {0: 2, 1: 2}
     for image, other in zip(result, expected, strict=True):
         assert (image.prompt, image.seed) == (other.prompt, other.seed)
@@ -115,6 +112,7 @@ def test_a_refused_adapter_changes_nothing(copies):
     assert len(pictures(copies)) == 4
 
 
+@pytest.mark.slow
 def test_adapters_are_in_force_again_after_a_restart(folder, adapter):
     with DiffGenerator.from_pretrained(str(folder), **ONE_BY_ONE, num_gpus=2) as generator:
         base = pictures(generator)
@@ -131,14 +129,7 @@ def test_adapters_are_in_force_again_after_a_restart(folder, adapter):
     assert all_gone(pids.values(), 0.5)
 
 
-test_adapters_are_in_force_again_after_a_restart = pytest.mark.slow(
-    test_adapters_are_in_force_again_after_a_restart
-)
-
-
 def test_a_caller_stops_all_copies(copies):
-    import threading
-
     cancelled = threading.Event()
 
     def listen(event):
@@ -174,6 +165,6 @@ def test_the_pipeline_is_out_of_reach(copies):
         _ = copies.pipeline
 
 
-def test_a_model_without_a_native_family_takes_one_rank(folder, monkeypatch):
+def test_a_model_without_a_native_family_takes_one_rank(folder):
     with pytest.raises(InvalidArgument, match="num_gpus=2: a model that runs through Diffusers"):
         DiffGenerator.from_pretrained(str(folder), device="cpu", num_gpus=2, backend="diffusers")

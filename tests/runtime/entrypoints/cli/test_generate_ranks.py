@@ -22,27 +22,44 @@ STREAMS = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 pytestmark = pytest.mark.slow
 
 
-def start(*argv: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *argv],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            **environment,
-        },
-        text=True,
-        **STREAMS,
-    )
+STARTED: list[subprocess.Popen[str]] = []
 
 
-def finish(process: subprocess.Popen[str], seconds: float = 120.0) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
+@pytest.fixture(autouse=True)
+def _nothing_stays():
+    """Whatever a failed test left behind is ended."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
         process.kill()
-        raise
+        process.communicate()
+
+
+def start(*argv: str) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    process = subprocess.Popen([sys.executable, *argv], env=environment, text=True, **STREAMS)
+    STARTED.append(process)
+    return process
+
+
+def started(process: subprocess.Popen[str]) -> str:
+    """Wait until a command has loaded its model; returns what it said so far."""
+    said = ""
+    assert process.stderr is not None
+    while "ulysses_degree" not in said:
+        line = process.stderr.readline()
+        assert line, f"the command ended: {said}"
+        said += line
+    return said
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 200.0) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=seconds)
     return process.returncode, out, err
 
 
@@ -85,10 +102,7 @@ def test_two_ranks_make_one_picture_and_one_report(tmp_path, expected):
 
 def test_ctrl_c_ends_ranks_and_command_as_with_one(tmp_path):
     process = start(*generate(tmp_path, "--num-gpus", "2", steps=5000))
-    assert process.stderr is not None
-    ranks: list[int] = []
-    while "ulysses_degree" not in (line := process.stderr.readline()):
-        assert line, "the command ended"
+    started(process)
     time.sleep(0.5)
     ranks = children(process.pid)
     assert len(ranks) == 2
@@ -103,9 +117,7 @@ def test_ctrl_c_ends_ranks_and_command_as_with_one(tmp_path):
 
 def test_a_killed_rank_is_one_paragraph_and_exit_code_1(tmp_path):
     process = start(*generate(tmp_path, "--num-gpus", "2", steps=5000))
-    assert process.stderr is not None
-    while "ulysses_degree" not in (line := process.stderr.readline()):
-        assert line, "the command ended"
+    started(process)
     ranks = children(process.pid)
     os.kill(max(ranks), signal.SIGKILL)
     code, out, err = finish(process, 10)
@@ -137,18 +149,21 @@ from rank_stubs import *
 from sglang.multimodal_gen.runtime.managers.worker_group import WorkerGroup
 from sglang.multimodal_gen.runtime.managers.ranks.follower import follow, is_front
 from sglang.multimodal_gen.runtime.utils.environ import launched_rank
+from sglang.multimodal_gen.runtime.utils.errors import WorkerDied
 place, model = launched_rank(), script_model(num_gpus=2)
 if not is_front(model.server_args.parallel, place):
     follow(model, place)
     sys.exit(0)
 group = WorkerGroup(model, launched=place)
+failures = 0
 for prompt in sys.argv[1:]:
     try:
         print(prompt, "gave", group.run(script(model, prompt)[0]).warnings, flush=True)
     except Exception as error:
         print(prompt, "raised", type(error).__name__, error, flush=True)
+        failures += isinstance(error, WorkerDied)
 group.close()
-sys.exit(0 if group.check is None else int(group._crew.failure is not None))
+sys.exit(0 if failures == 0 else 1)
 """
 
 
@@ -185,12 +200,14 @@ def test_a_rank_of_torchrun_that_fails_ends_the_run(tmp_path, prompt, message):
         assert "sglang: rank 1: rank 0 ended, or cannot be reached" in err
 
 
-def nodes(tmp_path: Path, address: str, *more: str, steps: int = 2):
-    shared = ["--num-gpus", "2", "--nnodes", "2", "--dist-init-addr", address, *more]
-    return [
-        start(*generate(tmp_path / str(rank), *shared, "--node-rank", str(rank), steps=steps))
-        for rank in (1, 0)
-    ][::-1]
+def nodes(tmp_path: Path, address: str, *, steps: int = 2, precisions=("fp32", "fp32")):
+    """Node 0 and node 1, of which 1 comes first."""
+    both = []
+    for rank in (1, 0):
+        told = ["--num-gpus", "2", "--nnodes", "2", "--dist-init-addr", address]
+        told += ["--node-rank", str(rank), "--precision", precisions[rank]]
+        both.append(start(*generate(tmp_path / str(rank), *told, steps=steps)))
+    return both[::-1]
 
 
 def test_two_nodes_make_one_picture_on_the_first(tmp_path, address, expected):
@@ -203,13 +220,7 @@ def test_two_nodes_make_one_picture_on_the_first(tmp_path, address, expected):
 
 
 def test_nodes_that_were_told_different_things_refuse(tmp_path, address):
-    first, _ = nodes(tmp_path, address, "--precision", "fp32")
-    _.kill()
-    _.communicate()
-    other = start(
-        *generate(tmp_path / "x", "--num-gpus", "2", "--nnodes", "2", "--node-rank", "1",
-                  "--dist-init-addr", address, "--precision", "bf16")
-    )  # fmt: skip
+    first, other = nodes(tmp_path, address, precisions=("fp32", "bf16"))
     code, _, err = finish(first)
     assert code == 2
     assert "precision='fp32': is 'bf16' on node 1. Start all of them with the same" in err
@@ -221,10 +232,7 @@ def test_nodes_that_were_told_different_things_refuse(tmp_path, address):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_node_that_dies_ends_the_others(tmp_path, address, victim):
     both = nodes(tmp_path, address, steps=5000)
-    stream = both[0].stderr
-    assert stream is not None
-    while "ulysses_degree" not in (line := stream.readline()):
-        assert line, "the first node ended"
+    started(both[0])
     ranks = [*children(both[0].pid), *children(both[1].pid)]
     assert len(ranks) == 2
     both[victim].kill()

@@ -30,6 +30,8 @@ from sglang.multimodal_gen.runtime.loader.transformers_keys import (
     transformers_ignored,
     transformers_rename,
 )
+from sglang.multimodal_gen.runtime.memory.weight_group import WeightSpec
+from sglang.multimodal_gen.runtime.memory.weight_home import WeightHome
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, PipelineDefinitionError
 from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent, ProgressListener
 
@@ -67,6 +69,7 @@ def load_weights(
     dtype: torch.dtype,
     label: str,
     progress: ProgressListener | None = None,
+    home: WeightHome | None = None,
 ) -> LoadReceipt:
     """Fill a module that was built on meta; afterwards it is whole, frozen and in eval mode.
 
@@ -80,6 +83,7 @@ def load_weights(
         dtype: what floating-point tensors become; integers and booleans stay as stored.
         label: the component's name, for messages and progress.
         progress: told bytes done of ``checkpoint.total_bytes``, after each tensor.
+        home: takes weights that do not go to the device: into host memory, or over ranks.
 
     Raises:
         CheckpointError: before any allocation if names or shapes do not match (see match_keys);
@@ -90,18 +94,23 @@ def load_weights(
     dtype_for = dtype_rule(module, dtype)
     tracker = _Tracker(checkpoint, match, label, progress)
     counts: Counter[str] = Counter()
+    if home is not None:
+        home.prepare(module, _weight_specs(module, match, dtype_for))
     with TensorReader() as reader:
         for slot in _in_file_order(match, checkpoint):
             stored = checkpoint.tensors[slot.source]
             view = reader.read(slot.source, stored)
             target = dtype_for(slot.names[0]) if view.is_floating_point() else view.dtype
-            _assign(module, slot.names, _placed(view, device, target))
+            if home is None or not home.take(slot.names, [view], 0, target):
+                _assign(module, slot.names, _placed(view, device, target))
             counts[f"{stored.dtype} -> {str(target).removeprefix('torch.')}"] += 1
             for copy in slot.copies:
                 _require_equal(slot, copy, view, reader.read(copy, checkpoint.tensors[copy]), label)
             tracker.advance(slot)
         bytes_read = reader.bytes_read
     _finish(module, device, label)
+    if home is not None:
+        home.finish()
     return LoadReceipt(
         component=label,
         files=checkpoint.files,
@@ -130,6 +139,18 @@ def dtype_rule(module: nn.Module, dtype: torch.dtype) -> DtypeRule:
     patterns = [*patterns, *loose] if dtype == torch.float16 else patterns
     islands = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
     return lambda name: torch.float32 if any(rule.search(name) for rule in islands) else dtype
+
+
+def _weight_specs(module: nn.Module, match: KeyMatch, dtype_for: DtypeRule) -> list[WeightSpec]:
+    """Every parameter that will be filled, as this rank will hold it."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    specs = []
+    for slot in match.slots:
+        parameter = parameters.get(slot.names[0])
+        if parameter is not None:
+            dtype = dtype_for(slot.names[0]) if parameter.is_floating_point() else parameter.dtype
+            specs.append(WeightSpec(slot.names, parameter.shape, dtype))
+    return specs
 
 
 def _match(module: nn.Module, checkpoint: Checkpoint, label: str) -> KeyMatch:

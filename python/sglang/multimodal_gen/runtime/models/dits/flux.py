@@ -33,6 +33,7 @@ from sglang.multimodal_gen.runtime.layers.rotary_embedding import (
     axial_rotary,
     rotate_pairs,
 )
+from sglang.multimodal_gen.runtime.memory.layerwise import LayerwiseOffloadableModuleMixin
 
 ROPE_THETA = 10_000.0
 QK_NORM_EPS = 1e-6
@@ -211,13 +212,14 @@ class FluxSingleTransformerBlock(nn.Module):
         return _within_fp16(add_gated(x_BSD, mod.gate, out_BSD))
 
 
-class FluxTransformer2DModel(nn.Module):
+class FluxTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
     """The FLUX.1 denoiser: predicts the flow's velocity at each packed latent token.
 
     Arguments are those of the checkpoint's ``config.json``.
     """
 
     lora_names = LORA_NAMES
+    layer_names = ["transformer_blocks", "single_transformer_blocks"]
 
     def __init__(
         self,

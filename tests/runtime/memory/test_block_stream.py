@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from sglang.multimodal_gen.runtime.memory.block_stream import StreamCounters
+from sglang.multimodal_gen.runtime.memory.layerwise import streamed_blocks
 from sglang.multimodal_gen.runtime.platforms.copy_lane import CopyLane
 
 from .lanes import LateLane
@@ -15,8 +18,8 @@ CPU = torch.device("cpu")
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).double()
 
 
-def blocks_of(model: Toy) -> list[torch.nn.Module]:
-    return [*model.first, *model.second.blocks]
+def blocks_of(model: Toy) -> list[Any]:
+    return list(streamed_blocks(model).values())
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 9])

@@ -70,6 +70,9 @@ def test_what_flags_say(flags, wished):
         ({"layerwise_offload_components": ("image_encoder",)},
          "no component of the kind 'image_encoder'"),
         ({"image_encoder_cpu_offload": True}, "no component of the kind 'image_encoder'"),
+        ({"dit_offload_prefetch_size": 2.0}, "add --layerwise-offload-components dit"),
+        ({"dit_layerwise_resident_layers": 0.5, "layerwise_offload_components": ("vae",)},
+         "says how a denoiser is streamed"),
     ],
 )  # fmt: skip
 def test_what_is_refused(flags, problem):

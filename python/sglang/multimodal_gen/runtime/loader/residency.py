@@ -60,8 +60,8 @@ def plan_components(
         check_sharding(args, facts, ready, parallel)
         sharded = frozenset(component.name for component in facts if component.group == "dit")
         facts = [_shared_by(component, parallel.sp.size) for component in facts]
-    moved = [component for component in ready
-             if wishes.modes.get(component.name, Residency.RESIDENT) is not Residency.RESIDENT]  # fmt: skip
+    leaving = {n for n, mode in wishes.modes.items() if mode is not Residency.RESIDENT}
+    moved = [component for component in ready if component.name in leaving]
     planned = {component.name for component in (*facts, *moved)}
     modes = {name: mode for name, mode in wishes.modes.items() if name in planned}
     plan = plan_residency(

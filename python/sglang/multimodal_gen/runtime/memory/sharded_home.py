@@ -41,7 +41,7 @@ class ShardedHome:
         assert self.group.handle is not None, "sharding takes two ranks or more"
         self._module = module
         for spec in specs:
-            if len(spec.names) > 1:
+            if len(spec.names) != 1:
                 raise PipelineDefinitionError(
                     f"{self.name}: {', '.join(spec.names)} are one weight; such a module cannot be "
                     "sharded"

@@ -58,6 +58,16 @@ def wishes_of(
             say(field, [n for n in members if n not in by_layers], Residency.RESIDENT)
     if args.use_fsdp_inference:
         say("use_fsdp_inference", names.group(field, True, "dit"), Residency.RESIDENT)
+    streamed = any(
+        said.get(facts.name, ("",))[0] is Residency.LAYERWISE
+        for facts in components
+        if facts.group == "dit"
+    )
+    for field in ("dit_offload_prefetch_size", "dit_layerwise_resident_layers"):
+        value = getattr(args, field)
+        if value != 0 and not streamed:
+            problem = "says how a denoiser is streamed; add --layerwise-offload-components dit"
+            raise InvalidArgument(field, value, problem)
     return Wishes(
         modes={name: mode for name, (mode, _) in said.items()},
         prefetch_size=args.dit_offload_prefetch_size,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import mmap
-import warnings
 import weakref
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,11 +44,12 @@ class HostMemory:
         """
         if self.pinned or not self.nbytes:
             return self.pinned
-        cudart = torch.cuda.cudart()
+        cudart: Any = torch.cuda.cudart()
         address = self.data.data_ptr()
         status = int(cudart.cudaHostRegister(address, self.nbytes, _PORTABLE))
         if status != 0:
-            torch.cuda.synchronize()  # takes the error off torch's books
+            with suppress(RuntimeError):
+                torch.ones(1, device="cuda")  # the next launch would report that error as its own
             warning = f"cudaHostRegister of {self.nbytes} bytes failed with error {status}"
             logger.warning("%s: copies from host memory will be several times slower", warning)
             return False
@@ -58,5 +59,6 @@ class HostMemory:
 
 
 def _unregister(address: int, _kept_until_now: mmap.mmap) -> None:
-    with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # at interpreter exit
-        torch.cuda.cudart().cudaHostUnregister(address)
+    cudart: Any = torch.cuda.cudart()
+    with suppress(RuntimeError):  # when the interpreter ends, the driver may be gone
+        cudart.cudaHostUnregister(address)

@@ -95,6 +95,9 @@ class DiffusersPipeline(ComposedPipelineBase):
 
 def _refuse_overrides(source: ModelSource, server_args: ServerArgs) -> None:
     model, known = server_args.model, source.components
+    if (setting := server_args.memory.first_set()) is not None:
+        problem = "the Diffusers backend keeps all components on the device; leave it out"
+        raise InvalidArgument(*setting, problem)
     for name, path in model.component_paths.items():
         raise InvalidArgument(
             f"component_paths.{name}", path, "the Diffusers backend loads one whole folder"

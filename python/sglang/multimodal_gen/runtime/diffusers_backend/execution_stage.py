@@ -40,6 +40,7 @@ class DiffusersExecutionStage(PipelineStage):
     """
 
     role_affinity = RoleType.DENOISER
+    uses = ()
     reads = frozenset(
         {"request", "prompt", "seeds", "generator", "condition_image", "control", "warnings"}
     )

@@ -181,6 +181,7 @@ class DiffGenerator:
         notes = (
             *resolution.notes,
             *model.info.notes,
+            *worker.pipeline.notes,
             *(receipt.summary() for receipt in worker.lora_receipts),
         )
         return cls(worker, notes=notes, load_seconds=time.perf_counter() - start)

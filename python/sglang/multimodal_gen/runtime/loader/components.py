@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.layers.lora.normal_form import denoisers_of
@@ -26,6 +29,17 @@ from sglang.multimodal_gen.runtime.loader.component_loaders.tokenizer_loader imp
 from sglang.multimodal_gen.runtime.loader.json_file import read_json_object
 from sglang.multimodal_gen.runtime.loader.model_index import class_in_folder
 from sglang.multimodal_gen.runtime.loader.model_source import ModelSource
+from sglang.multimodal_gen.runtime.loader.residency import (
+    component_facts,
+    module_facts,
+    plan_components,
+)
+from sglang.multimodal_gen.runtime.memory.host_home import HostHome
+from sglang.multimodal_gen.runtime.memory.offloaded_component import OffloadedComponent
+from sglang.multimodal_gen.runtime.memory.plan import Residency, ResidencyPlan
+from sglang.multimodal_gen.runtime.memory.weight_home import WeightHome
+from sglang.multimodal_gen.runtime.platforms.copy_lane import CopyLane, copy_lane
+from sglang.multimodal_gen.runtime.platforms.memory import MemoryFacts
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.errors import (
     CheckpointError,
@@ -80,13 +94,17 @@ def load_components(
     default_configs: Mapping[str, Mapping[str, Any]] | None = None,
     *,
     parallel: ParallelState | None = None,
+    plan: ResidencyPlan | None = None,
+    lane: CopyLane | None = None,
 ) -> dict[str, LoadedComponent]:
     """Load components: those without weights first, then the largest first.
 
     So a fault that is cheap to find is found early, and memory runs out early if it does. Every
     component's folder and headers are looked at before the first is loaded. ``progress`` counts
     the bytes of all of them together; ``default_configs`` are for components without a
-    ``config.json``; ``parallel`` says which slices of the weights this rank holds.
+    ``config.json``; ``parallel`` says which slices of the weights this rank holds; ``plan`` (from
+    `plan_memory`; all on the device by default) which of them rest in host memory, from where
+    ``lane`` will copy them.
 
     Raises:
         CheckpointError: a component is missing, damaged or does not fit.
@@ -95,25 +113,123 @@ def load_components(
     """
     if parallel is None:
         parallel = ParallelState.single(server_args.platform.device)
-    _check_names(names, server_args)
-    _check_one_file(source, names, server_args)
-    chosen = {name: _loader(name, key, loaders) for name, key in names.items()}
-    _check_weights(chosen, server_args)
-    specs = {
-        name: _spec(source, name, key, server_args, (default_configs or {}).get(name), parallel)
-        for name, key in names.items()
+    chosen, specs = _found(source, names, server_args, loaders, default_configs or {}, parallel)
+    if plan is not None:
+        lane = copy_lane(parallel.device) if lane is None else lane
+        homes = _homes(chosen, plan, server_args, parallel, lane)
+        specs = {name: replace(spec, home=homes.get(name)) for name, spec in specs.items()}
+    sizes = {
+        name: spec.checkpoint.total_bytes if isinstance(chosen[name], NeuralComponentLoader) else 0
+        for name, spec in specs.items()
     }
-    sizes: dict[str, int] = {}
-    for name, spec in specs.items():
-        spec.require_folder()
-        is_neural = isinstance(chosen[name], NeuralComponentLoader)
-        sizes[name] = spec.checkpoint.total_bytes if is_neural else 0
     total, before = sum(sizes.values()), 0
     loaded: dict[str, LoadedComponent] = {}
     for name in sorted(names, key=lambda n: (sizes[n] > 0, -sizes[n], n)):
         loaded[name] = chosen[name].load(specs[name], _shared(progress, before, total))
         before += sizes[name]
     return {name: loaded[name] for name in names}
+
+
+def plan_memory(
+    source: ModelSource | None,
+    names: Mapping[str, str],
+    server_args: ServerArgs,
+    loaders: Mapping[str, type[ComponentLoader]],
+    default_configs: Mapping[str, Mapping[str, Any]],
+    given: Mapping[str, Any],
+    *,
+    parallel: ParallelState,
+    memory: MemoryFacts,
+) -> ResidencyPlan:
+    """Where each component's weights will be, decided before any is read; raises as
+    `load_components`. Components that are ``given`` ready stay as they are unless a flag names
+    them; ``source`` may be None if there are no others.
+
+    Raises:
+        InvalidArgument: a memory flag cannot be honoured.
+        OutOfMemory: the components fit in no way.
+    """
+    chosen: dict[str, ComponentLoader] = {}
+    specs: dict[str, ComponentSpec] = {}
+    if source is not None:
+        chosen, specs = _found(source, names, server_args, loaders, default_configs, parallel)
+    roles = {name: _role(name, key) for name, key in names.items()}
+    ready = {name: role_of(name) for name in given}
+    facts = [
+        component_facts(specs[name], loader, roles[name])
+        for name, loader in chosen.items()
+        if isinstance(loader, NeuralComponentLoader)
+    ]
+    known = [
+        module_facts(name, module, ready[name])
+        for name, module in given.items()
+        if isinstance(module, nn.Module)
+    ]
+    return plan_components(facts, known, [*specs, *given], server_args.memory, memory, parallel)
+
+
+def offload_given(
+    given: Mapping[str, Any], plan: ResidencyPlan, server_args: ServerArgs, lane: CopyLane
+) -> dict[str, OffloadedComponent]:
+    """Move the weights of ready components that the plan offloads into host memory."""
+    pin = server_args.memory.pin_cpu_memory
+    return {
+        name: HostHome(name, plan[name], lane, pin=pin).adopt(module)
+        for name, module in given.items()
+        if plan[name].mode is not Residency.RESIDENT
+    }
+
+
+def _found(
+    source: ModelSource,
+    names: Mapping[str, str],
+    server_args: ServerArgs,
+    loaders: Mapping[str, type[ComponentLoader]],
+    default_configs: Mapping[str, Mapping[str, Any]],
+    parallel: ParallelState,
+) -> tuple[dict[str, ComponentLoader], dict[str, ComponentSpec]]:
+    """Each component's loader and what is to be loaded; every folder and header was looked at."""
+    _check_names(names, server_args)
+    _check_one_file(source, names, server_args)
+    chosen = {name: _loader(name, key, loaders) for name, key in names.items()}
+    _check_weights(chosen, server_args)
+    specs = {
+        name: _spec(source, name, key, server_args, default_configs.get(name), parallel)
+        for name, key in names.items()
+    }
+    for name, spec in specs.items():
+        spec.require_folder()
+        if isinstance(chosen[name], NeuralComponentLoader):
+            _ = spec.checkpoint
+    return chosen, specs
+
+
+def _role(name: str, key: str) -> str:
+    """The component's own role, else that of the component it stands for."""
+    return role_of(name) if role_of(name) in LOADERS else role_of(key)
+
+
+def _homes(
+    loaders: Mapping[str, ComponentLoader],
+    plan: ResidencyPlan,
+    server_args: ServerArgs,
+    parallel: ParallelState,
+    lane: CopyLane,
+) -> dict[str, WeightHome]:
+    """Where weights go that do not simply go to the device."""
+    homes: dict[str, WeightHome] = {}
+    pin = server_args.memory.pin_cpu_memory
+    for name, loader in loaders.items():
+        if not isinstance(loader, NeuralComponentLoader):
+            continue
+        if name in plan.sharded:
+            # Inside: importing torch's sharding takes a second that few runs should pay.
+            from sglang.multimodal_gen.runtime.memory.sharded_home import ShardedHome
+
+            homes[name] = ShardedHome(name, parallel.sp, parallel.device)
+        elif plan[name].mode is not Residency.RESIDENT:
+            homes[name] = HostHome(name, plan[name], lane, pin=pin)
+    return homes
 
 
 def _shared(progress: ProgressListener | None, before: int, total: int) -> ProgressListener | None:

@@ -33,6 +33,8 @@ from sglang.multimodal_gen.runtime.loader.transformers_keys import (
     transformers_ignored,
     transformers_rename,
 )
+from sglang.multimodal_gen.runtime.memory.weight_group import WeightSpec
+from sglang.multimodal_gen.runtime.memory.weight_home import WeightHome
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, PipelineDefinitionError
 from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent, ProgressListener
 
@@ -72,6 +74,7 @@ def load_weights(
     dtype: torch.dtype,
     label: str,
     progress: ProgressListener | None = None,
+    home: WeightHome | None = None,
 ) -> LoadReceipt:
     """Fill a module that was built on meta; afterwards it is whole, frozen and in eval mode.
 
@@ -86,6 +89,7 @@ def load_weights(
         dtype: what floating-point tensors become; integers and booleans stay as stored.
         label: the component's name, for messages and progress.
         progress: told bytes done of ``checkpoint.total_bytes``, after each tensor.
+        home: takes weights that do not go to the device: into host memory, or over ranks.
 
     Raises:
         CheckpointError: before any allocation if names or shapes do not match (see match_keys);
@@ -96,15 +100,21 @@ def load_weights(
     dtype_for = dtype_rule(module, dtype)
     tracker = _Tracker(checkpoint, match, label, progress)
     counts: Counter[str] = Counter()
+    # Asked before a home puts its own parameters in their place.
+    shards = {slot.names[0]: shard_of(_tensor(module, slot.names[0])) for slot in match.slots}
+    if home is not None:
+        home.prepare(module, _weight_specs(module, match, dtype_for))
     sharded = 0
     with TensorReader() as reader:
         for slot in _in_file_order(match, checkpoint):
             stored = checkpoint.tensors[slot.source]
-            shard = shard_of(_tensor(module, slot.names[0]))
+            shard = shards.get(slot.names[0])
             views = _read(reader, slot.source, stored, shard)
             floating = views[0].is_floating_point()
             target = dtype_for(slot.names[0]) if floating else views[0].dtype
-            _assign(module, slot.names, _placed(views, shard, device, target))
+            dim = 0 if shard is None else shard.dim
+            if home is None or not home.take(slot.names, views, dim, target):
+                _assign(module, slot.names, _placed(views, shard, device, target))
             counts[f"{stored.dtype} -> {str(target).removeprefix('torch.')}"] += 1
             sharded += shard is not None
             for copy in slot.copies:
@@ -113,6 +123,8 @@ def load_weights(
             tracker.advance(slot)
         bytes_read = reader.bytes_read
     _finish(module, device, label)
+    if home is not None:
+        home.finish()
     return LoadReceipt(
         component=label,
         files=checkpoint.files,
@@ -142,6 +154,18 @@ def dtype_rule(module: nn.Module, dtype: torch.dtype) -> DtypeRule:
     patterns = [*patterns, *loose] if dtype == torch.float16 else patterns
     islands = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
     return lambda name: torch.float32 if any(rule.search(name) for rule in islands) else dtype
+
+
+def _weight_specs(module: nn.Module, match: KeyMatch, dtype_for: DtypeRule) -> list[WeightSpec]:
+    """Every parameter that will be filled, as this rank will hold it."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    specs = []
+    for slot in match.slots:
+        parameter = parameters.get(slot.names[0])
+        if parameter is not None:
+            dtype = dtype_for(slot.names[0]) if parameter.is_floating_point() else parameter.dtype
+            specs.append(WeightSpec(slot.names, parameter.shape, dtype))
+    return specs
 
 
 def _match(module: nn.Module, checkpoint: Checkpoint, label: str) -> KeyMatch:

@@ -16,6 +16,8 @@ from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader imp
 )
 from sglang.multimodal_gen.runtime.loader.components import (
     load_components,
+    offload_given,
+    plan_memory,
     read_component_configs,
     role_of,
 )
@@ -28,8 +30,11 @@ from sglang.multimodal_gen.runtime.loader.model_source import (
     ModelSource,
     resolve_model_source,
 )
+from sglang.multimodal_gen.runtime.memory.offloaded_component import OffloadedComponent
+from sglang.multimodal_gen.runtime.memory.plan import ResidencyPlan
+from sglang.multimodal_gen.runtime.memory.residency_manager import ResidencyManager
 from sglang.multimodal_gen.runtime.pipelines_core.executors.sync_executor import SyncExecutor
-from sglang.multimodal_gen.runtime.pipelines_core.link import link
+from sglang.multimodal_gen.runtime.pipelines_core.link import component_uses, link
 from sglang.multimodal_gen.runtime.pipelines_core.role import RoleType
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch, Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
@@ -43,7 +48,9 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages import (
     TimestepPreparationStage,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.stages.guidance import guidance_for
+from sglang.multimodal_gen.runtime.platforms.copy_lane import copy_lane
 from sglang.multimodal_gen.runtime.platforms.device import peak_memory_mb, reset_peak_memory
+from sglang.multimodal_gen.runtime.platforms.memory import memory_facts
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
 from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
@@ -114,17 +121,32 @@ class ComposedPipelineBase(ABC):
         )
         self.stages: dict[str, PipelineStage] = {}
         self.stage_roles: dict[str, RoleType] = {}
+        self.stage_uses: dict[str, tuple[str, ...]] = {}
+        """Stage -> the components whose weights it needs."""
         self.modules: dict[str, Any] = {}
         self.server_args = server_args
         self.parallel = (
             ParallelState.single(server_args.platform.device) if parallel is None else parallel
         )
 
+        self.plan = ResidencyPlan()
+        """Where each component's weights rest."""
+        self._offloaded: dict[str, OffloadedComponent] = {}
+
         self._load_modules(loaded_modules or {}, source, progress)
         split_denoisers(self.modules, self._index_names(self.modules), self.parallel)
         self.create_pipeline_stages(self.server_args)
         link(self.stages)
+        self.residency = ResidencyManager(
+            self._offloaded, self.stage_uses, overlap=self.plan.overlap
+        )
         self.executor = executor(self.stages)
+        self.executor.residency = self.residency
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence for each choice made while loading."""
+        return () if self.plan.note is None else (self.plan.note,)
 
     @abstractmethod
     def create_pipeline_stages(self, server_args: ServerArgs) -> None:
@@ -193,13 +215,26 @@ class ComposedPipelineBase(ABC):
         self._check_loaders()
         self.modules = dict(given)
         missing = [name for name in self.required_config_modules if name not in given]
+        if missing and source is None:
+            source = resolve_model_source(
+                self.model_path, self.server_args.model.revision, self.checkpoint_layout
+            )
+            self.server_args = self.bind_checkpoint(source, self.server_args)
+        names = self._index_names(missing)
+        self.plan = plan_memory(
+            source,
+            names,
+            self.server_args,
+            self.component_loaders,
+            self.default_component_configs,
+            given,
+            parallel=self.parallel,
+            memory=memory_facts(self.parallel.device.type),
+        )
+        lane = copy_lane(self.parallel.device)
+        self._offloaded = offload_given(given, self.plan, self.server_args, lane)
         if missing:
-            if source is None:
-                source = resolve_model_source(
-                    self.model_path, self.server_args.model.revision, self.checkpoint_layout
-                )
-                self.server_args = self.bind_checkpoint(source, self.server_args)
-            names = self._index_names(missing)
+            assert source is not None
             check_denoisers(
                 source, names, self.server_args, self.default_component_configs, self.parallel
             )
@@ -211,10 +246,14 @@ class ComposedPipelineBase(ABC):
                 progress,
                 self.default_component_configs,
                 parallel=self.parallel,
+                plan=self.plan,
+                lane=lane,
             )
             self.modules |= {name: component.module for name, component in loaded.items()}
             for name, component in loaded.items():
                 logger.info("%s: %s loaded in %.2f s", self.model_path, name, component.seconds)
+                if component.offloaded is not None:
+                    self._offloaded[name] = component.offloaded
         config = self.server_args.pipeline_config
         assert config is not None
         config.seal()
@@ -225,7 +264,8 @@ class ComposedPipelineBase(ABC):
         """Append a stage; its name is its class's unless given.
 
         Raises:
-            PipelineDefinitionError: the name is taken.
+            PipelineDefinitionError: the name is taken, or the stage holds a component that its
+                `uses` does not declare.
         """
         name = type(stage).__name__ if stage_name is None else stage_name
         if name in self.stages:
@@ -233,6 +273,7 @@ class ComposedPipelineBase(ABC):
                 f"Duplicate stage name detected: {name!r} in {type(self).__name__}; pass another "
                 "stage_name"
             )
+        self.stage_uses[name] = component_uses(stage, self.modules)
         self.stages[name] = stage
         self.stage_roles.setdefault(name, stage.role_affinity)
         return self

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import (
     READABLE_FROM_START,
     REQ_FIELDS,
@@ -13,8 +15,10 @@ from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import (
 )
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
 from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
+from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
 Stages = Mapping[str, PipelineStage]
+Components = Mapping[str, Any]
 
 _FREEABLE = WRITTEN_BY_STAGES - {"output"}
 
@@ -73,6 +77,62 @@ def last_use(stages: Stages) -> dict[str, frozenset[str]]:
         name: frozenset(f for f, owner in last.items() if owner == name) & _FREEABLE
         for name in stages
     }
+
+
+def component_uses(stage: PipelineStage, components: Components) -> tuple[str, ...]:
+    """The components that a stage uses, by its declaration, else by what it holds.
+
+    Raises:
+        PipelineDefinitionError: it declares an attribute that it does not have or that holds
+            something else, or it holds a component without declaring it.
+    """
+    names = _names_of_parts(components)
+    held = {
+        attribute: [names[id(part)] for part in _parts(value) if id(part) in names]
+        for attribute, value in vars(stage).items()
+    }
+    owner = type(stage).__name__
+    if stage.uses is None:
+        return tuple(dict.fromkeys(name for found in held.values() for name in found))
+    for attribute in stage.uses:
+        if attribute not in held:
+            raise PipelineDefinitionError(
+                f"{owner}.uses names {attribute!r}, which the stage does not have."
+                f"{did_you_mean(attribute, held)}"
+            )
+        strangers = [part for part in _parts(vars(stage)[attribute])
+                     if isinstance(part, nn.Module) and id(part) not in names]  # fmt: skip
+        if strangers:
+            raise PipelineDefinitionError(
+                f"{owner}.{attribute} holds a {type(strangers[0]).__name__}, which is no component "
+                f"of the pipeline. It has: {', '.join(components)}"
+            )
+    for attribute, found in held.items():
+        if found and attribute not in stage.uses:
+            raise PipelineDefinitionError(
+                f"{owner} holds the component {found[0]!r} in {attribute!r}, but its `uses` is "
+                f"{stage.uses}: add {attribute!r}, or its weights may be elsewhere when it runs"
+            )
+    return tuple(dict.fromkeys(name for attribute in stage.uses for name in held[attribute]))
+
+
+def _names_of_parts(components: Components) -> dict[int, str]:
+    """Every module of every component, by identity: a stage may hold only a decoder."""
+    names: dict[int, str] = {}
+    for name, component in components.items():
+        if isinstance(component, nn.Module):
+            for part in component.modules():
+                names.setdefault(id(part), name)
+    return names
+
+
+def _parts(value: object) -> list[Any]:
+    """What an attribute holds: itself, or the members of a list or a mapping."""
+    if isinstance(value, nn.ModuleList | nn.ModuleDict):
+        return [value]
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 class Guarded:

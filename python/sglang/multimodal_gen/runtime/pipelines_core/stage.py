@@ -30,6 +30,10 @@ class PipelineStage(ABC):
     reads: ClassVar[frozenset[str] | None] = None
     writes: ClassVar[frozenset[str] | None] = None
     role_affinity: ClassVar[RoleType] = RoleType.ENCODER
+    uses: ClassVar[tuple[str, ...] | None] = None
+    """Attributes that hold the components (or lists of them) whose weights this stage needs, for
+    any task it serves: they are on the device while it runs, and may be in host memory before and
+    after. None: every component that the stage holds."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

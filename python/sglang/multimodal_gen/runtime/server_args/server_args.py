@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from sglang.multimodal_gen.runtime.server_args.flags import Flag, flags_of
+from sglang.multimodal_gen.runtime.server_args.memory_args import MemoryArgs
 from sglang.multimodal_gen.runtime.server_args.parallel_args import ParallelArgs
 from sglang.multimodal_gen.runtime.server_args.sections import (
     BatchingArgs,
@@ -33,6 +34,8 @@ class ServerArgs:
     model: ModelArgs = field(default_factory=ModelArgs)
     platform: PlatformArgs = field(default_factory=PlatformArgs)
     parallel: ParallelArgs = field(default_factory=ParallelArgs)
+
+    memory: MemoryArgs = field(default_factory=MemoryArgs)
     batching: BatchingArgs = field(default_factory=BatchingArgs)
     lora: LoRAArgs = field(default_factory=LoRAArgs)
     observe: ObserveArgs = field(default_factory=ObserveArgs)

@@ -36,6 +36,11 @@ class AdaptedModule:
         self._device = device
         self._changed: dict[str, LoRALinear] = {}
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether weights are spread over ranks: adapters then run live only."""
+        return any(hasattr(linear.weight, "to_local") for linear in self.index.linears.values())
+
     def clear(self) -> None:
         """Back to the base, bit for bit."""
         for method in self._changed.values():

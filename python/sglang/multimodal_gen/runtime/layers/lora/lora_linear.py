@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sglang.multimodal_gen.runtime.layers.linear import ParallelLinear
 from sglang.multimodal_gen.runtime.layers.lora.low_rank import Term, stacked
+from sglang.multimodal_gen.runtime.utils.errors import UserError
 
 
 class LoRALinear:
@@ -29,6 +30,11 @@ class LoRALinear:
         self._hook: RemovableHandle | None = None
         self._down: Tensor | None = None
         self._up: Tensor | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this process holds only a part of the weight (torch's DTensor)."""
+        return hasattr(self.linear.weight, "to_local")
 
     @property
     def base_weight(self) -> Tensor:
@@ -66,6 +72,11 @@ class LoRALinear:
         """
         self.clear()
         weight = self.linear.weight
+        if self.is_sharded:
+            raise UserError(
+                "adapters cannot be merged into weights that are sharded over ranks "
+                "(use_fsdp_inference); use merge_mode 'dynamic'"
+            )
         down, up = self._factors(terms)
         change = up @ down
         self._base = weight.detach().to("cpu", copy=True)

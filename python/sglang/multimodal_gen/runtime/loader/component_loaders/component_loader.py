@@ -23,8 +23,16 @@ from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes impo
 from sglang.multimodal_gen.runtime.loader.json_file import read_json_object
 from sglang.multimodal_gen.runtime.loader.meta_build import build_on_meta, default_dtype
 from sglang.multimodal_gen.runtime.loader.weights import LoadReceipt, load_weights
+from sglang.multimodal_gen.runtime.memory.host_home import HostHome
+from sglang.multimodal_gen.runtime.memory.layerwise import check_layer_names
+from sglang.multimodal_gen.runtime.memory.offloaded_component import OffloadedComponent
+from sglang.multimodal_gen.runtime.memory.weight_home import WeightHome
 from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
-from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, InvalidArgument
+from sglang.multimodal_gen.runtime.utils.errors import (
+    CheckpointError,
+    InvalidArgument,
+    PipelineDefinitionError,
+)
 from sglang.multimodal_gen.runtime.utils.precision import parse_precision
 
 if TYPE_CHECKING:
@@ -53,6 +61,7 @@ class ComponentSpec:
     files name. ``weights`` is where its weights are, if not in its folder; ``default_config``
     stands for its ``config.json`` where there is none. ``parallel`` is this rank's place: which
     slices it holds. ``is_denoiser``: it is one, by its name or by that of ``model_index.json``.
+    ``home`` takes its weights where they do not simply go to the device.
     """
 
     name: str
@@ -65,6 +74,7 @@ class ComponentSpec:
     weights: Path | None = None
     default_config: Mapping[str, Any] | None = None
     is_denoiser: bool = False
+    home: WeightHome | None = None
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -98,11 +108,13 @@ class ComponentSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoadedComponent:
-    """A component that is ready: the object, how it was loaded, how long that took."""
+    """A component that is ready: the object, how it was loaded, how long that took; ``offloaded``
+    where its weights rest in host memory."""
 
     module: Any
     receipt: LoadReceipt | None
     seconds: float
+    offloaded: OffloadedComponent | None = None
 
 
 class ComponentLoader(ABC):
@@ -115,11 +127,20 @@ class ComponentLoader(ABC):
 
         Raises:
             CheckpointError: its folder, config or weights are missing, damaged or do not fit.
+            PipelineDefinitionError: this loader passes over the place its weights were to go to.
         """
         spec.require_folder()
         start = time.perf_counter()
         module, receipt = self.load_module(spec, progress)
-        return LoadedComponent(module, receipt, time.perf_counter() - start)
+        offloaded = None
+        if isinstance(spec.home, HostHome):
+            offloaded = spec.home.component
+            if offloaded is None or offloaded.module is not module:
+                raise PipelineDefinitionError(
+                    f"{type(self).__name__} cannot load {spec.name!r} into host memory: it does "
+                    "not hand `spec.home` to load_weights"
+                )
+        return LoadedComponent(module, receipt, time.perf_counter() - start, offloaded)
 
     @abstractmethod
     def load_module(
@@ -149,6 +170,7 @@ class NeuralComponentLoader(ComponentLoader):
         # without naming a dtype follow it, and those that name one keep it.
         with default_dtype(dtype):
             module = build_on_meta(lambda: self._built(cls, spec))
+        check_layer_names(module)
         self.spread(module, spec)
         receipt = load_weights(
             module,
@@ -157,8 +179,9 @@ class NeuralComponentLoader(ComponentLoader):
             dtype=dtype,
             label=spec.name,
             progress=progress,
+            home=spec.home,
         )
-        if spec.parallel.device.type == "cuda":
+        if spec.home is None and spec.parallel.device.type == "cuda":
             pack_linears(module)
         return module, receipt
 
@@ -210,7 +233,7 @@ class NeuralComponentLoader(ComponentLoader):
     def build(self, cls: type, spec: ComponentSpec) -> nn.Module:
         """An instance, made from the config's non-metadata fields; called where it is cheap."""
         fields = {key: value for key, value in spec.config.items() if not key.startswith("_")}
-        if cls.__module__.startswith("diffusers."):
+        if any(base.__module__.startswith("diffusers.") for base in cls.__mro__):
             # The library's releases add and retire fields; its own loading drops them like this.
             known = inspect.signature(cls).parameters
             unknown = [key for key in fields if key not in known]

@@ -45,6 +45,7 @@ from sglang.multimodal_gen.runtime.layers.sequence_plan import (
     Split,
 )
 from sglang.multimodal_gen.runtime.layers.tensor_parallel import Column, Row
+from sglang.multimodal_gen.runtime.memory.layerwise import LayerwiseOffloadableModuleMixin
 
 ROPE_THETA = 10_000.0
 QK_NORM_EPS = 1e-6
@@ -229,13 +230,14 @@ class FluxSingleTransformerBlock(nn.Module):
         return _within_fp16(add_gated(x_BSD, mod.gate, out_BSD))
 
 
-class FluxTransformer2DModel(nn.Module):
+class FluxTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
     """The FLUX.1 denoiser: predicts the flow's velocity at each packed latent token.
 
     Arguments are those of the checkpoint's ``config.json``.
     """
 
     lora_names = LORA_NAMES
+    layer_names = ["transformer_blocks", "single_transformer_blocks"]
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""CLIP's text encoder: Transformers' module, with a table that deals it over ranks.
+"""CLIP's text encoder: Transformers' module, dealt over ranks and streamed by tables.
 
 Paper: Radford et al., "Learning Transferable Visual Models From Natural Language Supervision"
 (2021).
@@ -9,10 +9,14 @@ from __future__ import annotations
 import transformers
 
 from sglang.multimodal_gen.runtime.layers.tensor_parallel import Column, Divided, Row, Vocab
+from sglang.multimodal_gen.runtime.memory.layerwise import LayerwiseOffloadableModuleMixin
 
 
-class CLIPTextModel(transformers.CLIPTextModel):
+class CLIPTextModel(transformers.CLIPTextModel, LayerwiseOffloadableModuleMixin):
     """The text tower."""
+
+    layer_names = ["encoder.layers"]
+    layerwise_offload_dit_group_enabled = False
 
     @classmethod
     def is_custom_code(cls) -> bool:

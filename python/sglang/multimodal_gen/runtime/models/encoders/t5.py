@@ -1,4 +1,4 @@
-"""T5's encoder: Transformers' module, with a table that deals it over ranks.
+"""T5's encoder: Transformers' module, dealt over ranks and streamed by tables.
 
 Paper: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
 Transformer" (2020).
@@ -9,10 +9,14 @@ from __future__ import annotations
 import transformers
 
 from sglang.multimodal_gen.runtime.layers.tensor_parallel import Column, Divided, Row, Vocab
+from sglang.multimodal_gen.runtime.memory.layerwise import LayerwiseOffloadableModuleMixin
 
 
-class T5EncoderModel(transformers.T5EncoderModel):
+class T5EncoderModel(transformers.T5EncoderModel, LayerwiseOffloadableModuleMixin):
     """The encoder alone, gated or not."""
+
+    layer_names = ["encoder.block"]
+    layerwise_offload_dit_group_enabled = False
 
     @classmethod
     def is_custom_code(cls) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from sglang.multimodal_gen.runtime.memory.residency_manager import ResidencyManager
 from sglang.multimodal_gen.runtime.pipelines_core.link import Guarded, last_use
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 class SyncExecutor:
     """Runs stages in order, times each, and frees each tensor after its last reader."""
 
+    residency: ResidencyManager | None = None
+    """Has each stage's components on the device while it runs; set by the pipeline."""
+
     def __init__(self, stages: Mapping[str, PipelineStage]) -> None:
         self.stages = stages
         self.last_use = last_use(stages)
@@ -28,14 +32,17 @@ class SyncExecutor:
     @torch.inference_mode()
     def execute(self, batch: Req, server_args: ServerArgs) -> Req:
         """Carry ``batch`` through all stages; seconds by stage end up in ``batch.timings``."""
+        residency = self.residency or ResidencyManager({}, {})
         device = server_args.platform.device
-        for name, stage in self.stages.items():
-            start = time.perf_counter()
-            self._run(stage, batch, server_args)
-            synchronize(device)
-            batch.timings[name] = time.perf_counter() - start
-            for field in self.last_use.get(name, ()):
-                batch.release(field)
+        with residency.request():
+            for name, stage in self.stages.items():
+                start = time.perf_counter()
+                with residency.stage(name):
+                    self._run(stage, batch, server_args)
+                    synchronize(device)
+                batch.timings[name] = time.perf_counter() - start
+                for field in self.last_use.get(name, ()):
+                    batch.release(field)
         return batch
 
     def _run(self, stage: PipelineStage, batch: Req, server_args: ServerArgs) -> None:

@@ -20,6 +20,7 @@ class DecodingStage(PipelineStage):
     """Decodes each image by itself: a batch takes no more memory than one."""
 
     role_affinity = RoleType.DECODER
+    uses = ("vae",)
     reads = frozenset({"latents"})
     writes = frozenset({"output"})
 

@@ -22,6 +22,7 @@ class DenoisingStage(PipelineStage):
     """Runs the scheduler's steps over the denoiser's predictions."""
 
     role_affinity = RoleType.DENOISER
+    uses = ("transformer",)
     reads = frozenset(
         {
             "latents",

@@ -23,6 +23,7 @@ class ImageVAEEncodingStage(PipelineStage):
     in the order given. Writes None when there is no input image.
     """
 
+    uses = ("vae",)
     reads = frozenset({"condition_image", "height", "width", "seeds"})
     writes = frozenset({"image_latent"})
 

@@ -21,6 +21,7 @@ class InputValidationStage(PipelineStage):
     does not depend on its neighbours in the batch.
     """
 
+    uses = ()
     reads = frozenset({"seeds", "image_path"})
     writes = frozenset({"generator", "condition_image"})
 

@@ -20,12 +20,13 @@ class LatentPreparationStage(PipelineStage):
     with a list of CPU generators.
     """
 
+    uses = ()
     reads = frozenset({"generator", "height", "width", "num_frames", "prompt_embeds", "task_type"})
     writes = frozenset({"latents", "raw_latent_shape"})
 
     def __init__(self, scheduler: Any = None, transformer: Any = None) -> None:
+        # The denoiser is not kept: a stage that holds a component has it brought to the device.
         self.scheduler = scheduler
-        self.transformer = transformer
 
     def forward(self, batch: Req, server_args: ServerArgs) -> Req:
         """Writes packed latents on the embeddings' device, and their shape before packing."""

@@ -34,6 +34,7 @@ class TextEncodingStage(PipelineStage):
     embedding does not depend on the batch.
     """
 
+    uses = ("text_encoders",)
     reads = frozenset(
         {"prompt", "negative_prompt", "do_classifier_free_guidance", "max_sequence_length"}
     )

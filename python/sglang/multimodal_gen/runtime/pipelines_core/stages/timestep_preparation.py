@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 class TimestepPreparationStage(PipelineStage):
     """Sets the timesteps on the request's own copy of the scheduler (Diffusers' interface)."""
 
+    uses = ()
     reads = frozenset(
         {"num_inference_steps", "raw_latent_shape", "latents", "height", "width", "task_type"}
     )

@@ -1,0 +1,1 @@
+"""Where weights live: on the device, in host memory until they are used, or spread over ranks."""

@@ -116,8 +116,8 @@ def test_the_class_is_config_jsons_then_the_indexs(root: Path) -> None:
 
 def test_a_chosen_loader_never_falls_back(root: Path) -> None:
     """The default loader would find this class in Diffusers; the chosen one must not look."""
-    (root / "queryformer/config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}))
-    with pytest.raises(CheckpointError, match="Unsupported model architecture: AutoencoderKL"):
+    (root / "queryformer/config.json").write_text(json.dumps({"_class_name": "AutoencoderTiny"}))
+    with pytest.raises(CheckpointError, match="Unsupported model architecture: AutoencoderTiny"):
         build(root)
 
 

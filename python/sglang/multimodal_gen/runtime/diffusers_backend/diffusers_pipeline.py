@@ -95,6 +95,9 @@ class DiffusersPipeline(ComposedPipelineBase):
 
 def _refuse_overrides(source: ModelSource, server_args: ServerArgs) -> None:
     model, known = server_args.model, source.components
+    if server_args.vae.vae_mode != "auto":
+        problem = "the Diffusers backend decodes as its pipeline does. Leave it out"
+        raise InvalidArgument("vae_mode", server_args.vae.vae_mode, problem)
     for name, path in model.component_paths.items():
         raise InvalidArgument(
             f"component_paths.{name}", path, "the Diffusers backend loads one whole folder"

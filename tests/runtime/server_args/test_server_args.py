@@ -44,6 +44,7 @@ server_args = st.fixed_dictionaries(
         "lora_nickname": words,
         "lora_scale": st.floats(allow_nan=False, allow_infinity=False),
         "lora_merge_mode": st.sampled_from(["auto", "merge", "dynamic"]),
+        "vae_mode": st.sampled_from(["auto", "plain", "tiled", "spatial_shard"]),
         "log_level": st.sampled_from(["debug", "info", "warning", "error"]),
         "check_stages": st.booleans(),
     },

@@ -24,6 +24,7 @@ from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader imp
     PlainStateDictComponentLoader,
 )
 from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
+from sglang.multimodal_gen.runtime.models.vaes.parallel_tiled_vae import ParallelTiledVAE
 from sglang.multimodal_gen.runtime.utils.errors import (
     CheckpointError,
     InvalidArgument,
@@ -206,7 +207,7 @@ def test_a_checkpoint_may_name_two_libraries_only(tmp_path: Path, library: str |
         NeuralComponentLoader().load(_spec(tmp_path, library=library))
 
 
-def test_an_autoencoder_of_the_library_is_loaded(tmp_path: Path) -> None:
+def test_an_autoencoder_is_loaded(tmp_path: Path) -> None:
     config: dict[str, Any] = {
         "block_out_channels": (8, 16),
         "down_block_types": ("DownEncoderBlock2D",) * 2,
@@ -223,6 +224,7 @@ def test_an_autoencoder_of_the_library_is_loaded(tmp_path: Path) -> None:
     assert len(loaded.receipt.files) > 1
     module = loaded.module
     assert isinstance(module, AutoencoderKL)
+    assert isinstance(module, ParallelTiledVAE), "the native subclass of that name"
     assert module.config["scaling_factor"] == 0.37
     image = torch.rand(1, 3, 16, 16)
     with torch.no_grad():
@@ -308,3 +310,16 @@ def test_a_wrong_row_is_found_on_one_rank_too(tmp_path: Path) -> None:
     ModelRegistry.register_model("Wrong", type("Wrong", (Planned,), {"TP_PLAN": {"x": Column()}}))
     with pytest.raises(PipelineDefinitionError, match="TP_PLAN of Wrong: 'x' matches no module"):
         _plain(_write(tmp_path, CONFIG | {"_class_name": "Wrong"}, depth=2))
+
+
+def test_fields_of_another_release_are_left_out_for_a_subclass_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Diffusers' own loading drops what its class does not know; a native subclass keeps that."""
+    config: dict[str, Any] = {"block_out_channels": (8,), "norm_num_groups": 4}
+    AutoencoderKL(**config).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"of_tomorrow": 1}))
+    loaded = NeuralComponentLoader().load(_spec(tmp_path, name="vae"))
+    assert isinstance(loaded.module, ParallelTiledVAE)
+    assert "takes no of_tomorrow" in caplog.text

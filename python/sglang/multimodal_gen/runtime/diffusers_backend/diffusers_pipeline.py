@@ -98,6 +98,9 @@ def _refuse_overrides(source: ModelSource, server_args: ServerArgs) -> None:
     if (setting := server_args.memory.first_set()) is not None:
         problem = "the Diffusers backend keeps all components on the device; leave it out"
         raise InvalidArgument(*setting, problem)
+    if server_args.vae.vae_mode != "auto":
+        problem = "the Diffusers backend decodes as its pipeline does. Leave it out"
+        raise InvalidArgument("vae_mode", server_args.vae.vae_mode, problem)
     for name, path in model.component_paths.items():
         raise InvalidArgument(
             f"component_paths.{name}", path, "the Diffusers backend loads one whole folder"

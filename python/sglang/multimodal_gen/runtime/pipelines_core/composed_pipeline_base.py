@@ -317,9 +317,8 @@ class ComposedPipelineBase(ABC):
 
     def add_standard_image_vae_encoding_stage(self, vae_key: str = "vae") -> Self:
         """Input images to latents."""
-        return self.add_stage(
-            ImageVAEEncodingStage(self._required(vae_key)), "image_vae_encoding_stage"
-        )
+        stage = ImageVAEEncodingStage(self._required(vae_key), self.parallel, self.server_args.vae)
+        return self.add_stage(stage, "image_vae_encoding_stage")
 
     def add_standard_latent_preparation_stage(
         self, scheduler_key: str = "scheduler", transformer_key: str = "transformer"
@@ -353,7 +352,9 @@ class ComposedPipelineBase(ABC):
     def add_standard_decoding_stage(self, vae_key: str = "vae") -> Self:
         """Latents to pictures."""
         return self.add_stage_factory(
-            RoleType.DECODER, lambda: DecodingStage(self._required(vae_key)), "decoding_stage"
+            RoleType.DECODER,
+            lambda: DecodingStage(self._required(vae_key), self.parallel, self.server_args.vae),
+            "decoding_stage",
         )
 
     def add_standard_t2i_stages(self) -> Self:

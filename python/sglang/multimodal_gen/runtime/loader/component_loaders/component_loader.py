@@ -233,7 +233,7 @@ class NeuralComponentLoader(ComponentLoader):
     def build(self, cls: type, spec: ComponentSpec) -> nn.Module:
         """An instance, made from the config's non-metadata fields; called where it is cheap."""
         fields = {key: value for key, value in spec.config.items() if not key.startswith("_")}
-        if any(base.__module__.startswith("diffusers.") for base in cls.__mro__):
+        if cls.__init__.__module__.startswith("diffusers."):  # a subclass that keeps it, too
             # The library's releases add and retire fields; its own loading drops them like this.
             known = inspect.signature(cls).parameters
             unknown = [key for key in fields if key not in known]

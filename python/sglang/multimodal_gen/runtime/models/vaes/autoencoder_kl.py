@@ -1,17 +1,49 @@
-"""The image VAE of most families: Diffusers' module, with its blocks named for offload."""
+"""``AutoencoderKL``: the image VAE of Stable Diffusion, FLUX and many others."""
 
 from __future__ import annotations
 
-import diffusers
+from diffusers.models.autoencoders import autoencoder_kl
+from torch import Tensor
 
 from sglang.multimodal_gen.runtime.memory.layerwise import LayerwiseOffloadableModuleMixin
+from sglang.multimodal_gen.runtime.models.vaes.parallel.diffusers_spatial import IMAGE_PLANNERS
+from sglang.multimodal_gen.runtime.models.vaes.parallel_tiled_vae import (
+    ParallelTiledVAE,
+    Tiling,
+)
 
 
-class AutoencoderKL(diffusers.AutoencoderKL, LayerwiseOffloadableModuleMixin):
-    """The same computation under the same names."""
+class AutoencoderKL(
+    ParallelTiledVAE, autoencoder_kl.AutoencoderKL, LayerwiseOffloadableModuleMixin
+):
+    """Diffusers' module, with this runtime's ways to run it.
+
+    Paper: Rombach et al. 2022, High-Resolution Image Synthesis with Latent Diffusion Models.
+    """
 
     layer_names = ["encoder.down_blocks", "decoder.up_blocks"]
     layerwise_offload_dit_group_enabled = False
+    row_planners = IMAGE_PLANNERS
+
+    @property
+    def spatial_compression_ratio(self) -> int:
+        """Each level but the last halves the picture."""
+        return 2 ** (len(self.config.block_out_channels) - 1)
+
+    def default_tiling(self) -> Tiling:
+        """Tiles of the size that it was trained on, a quarter of it shared with the next."""
+        size = self.config.sample_size
+        ratio = self.spatial_compression_ratio
+        edge = max(ratio, (size if isinstance(size, int) else size[0]) // ratio * ratio)
+        stride = max(1, int(edge // ratio * (1 - self.tile_overlap_factor))) * ratio
+        return Tiling(edge, edge, stride, stride)
+
+    def _encode(self, x: Tensor) -> Tensor:
+        moments = self.encoder(x)
+        return moments if self.quant_conv is None else self.quant_conv(moments)
+
+    def _decode(self, z: Tensor) -> Tensor:
+        return self.decoder(z if self.post_quant_conv is None else self.post_quant_conv(z))
 
 
 EntryClass = AutoencoderKL

@@ -9,8 +9,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
+from sglang.multimodal_gen.runtime.pipelines_core.stages.vae_work import VAEWork
+from sglang.multimodal_gen.runtime.server_args.vae_section import VAEArgs
 
 if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.server_args import ServerArgs
@@ -21,14 +24,26 @@ class ImageVAEEncodingStage(PipelineStage):
 
     Each image is resized (Lanczos) to the request's size; several are joined along the token axis
     in the order given. Writes None when there is no input image.
+
+    Args:
+        vae: the autoencoder.
+        parallel: this rank's place; the replica's ranks encode together, and all have the latents.
+        args: how they go about it.
+
+    Raises:
+        InvalidArgument: the VAE cannot do what ``args`` say.
     """
 
     uses = ("vae",)
     reads = frozenset({"condition_image", "height", "width", "seeds"})
     writes = frozenset({"image_latent"})
 
-    def __init__(self, vae: Any) -> None:
+    def __init__(
+        self, vae: Any, parallel: ParallelState | None = None, args: VAEArgs | None = None
+    ) -> None:
+        parallel = ParallelState.single() if parallel is None else parallel
         self.vae = vae
+        self.work = VAEWork(vae, parallel.replica, VAEArgs() if args is None else args)
 
     def forward(self, batch: Req, server_args: ServerArgs) -> Req:
         """Writes packed latents of the images, one copy for each output of the batch."""
@@ -43,7 +58,7 @@ class ImageVAEEncodingStage(PipelineStage):
         packed = []
         for image in batch.condition_image:
             pixels = _to_pixels(image, batch.width, batch.height).to(parameter)
-            latents = (self.vae.encode(pixels).latent_dist.mode() - shift) * scale
+            latents = (self.work.encode(pixels) - shift) * scale
             packed.append(config.maybe_pack_latents(latents, 1, batch))
         batch.image_latent = torch.cat(packed, dim=1).repeat_interleave(batch.batch_size, dim=0)
         return batch

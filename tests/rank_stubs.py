@@ -127,7 +127,7 @@ class ScriptPipeline(ComposedPipelineBase):
 class ScriptParams(ImageSamplingParams):
     height: int | None = 16
     width: int | None = 16
-    num_inference_steps: int | None = 4
+    num_inference_steps: int = 4
 
 
 def script_model(name: str = "script", **server_args: Any) -> ModelDescription:

@@ -294,6 +294,20 @@ def test_a_rank_that_fails_alone_ends_all_within_ten_seconds(mortal, prompt, mes
 
 
 @pytest.mark.slow
+def test_each_rank_imports_the_packages_of_others_once(tmp_path, monkeypatch):
+    trace = tmp_path / "imports"
+    (tmp_path / "noted_package.py").write_text(
+        f"import os\nopen({str(trace)!r}, 'a').write(f'{{os.getpid()}}\\n')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "noted_package")
+    group = WorkerGroup(PAIR)
+    pids = group.pids
+    group.close()
+    assert sorted(map(int, trace.read_text().split())) == sorted(pids.values())
+
+
+@pytest.mark.slow
 def test_what_cannot_be_loaded_leaves_no_process_behind():
     with pytest.raises(CheckpointError, match="weight 'x' is missing"):
         WorkerGroup(script_model("broken", num_gpus=2))

@@ -101,7 +101,7 @@ def test_two_ranks_make_one_picture_and_one_report(tmp_path, expected):
 
 
 def test_ctrl_c_ends_ranks_and_command_as_with_one(tmp_path):
-    process = start(*generate(tmp_path, "--num-gpus", "2", steps=5000))
+    process = start(*generate(tmp_path, "--num-gpus", "2", steps=1000))
     started(process)
     time.sleep(0.5)
     ranks = children(process.pid)
@@ -116,7 +116,7 @@ def test_ctrl_c_ends_ranks_and_command_as_with_one(tmp_path):
 
 
 def test_a_killed_rank_is_one_paragraph_and_exit_code_1(tmp_path):
-    process = start(*generate(tmp_path, "--num-gpus", "2", steps=5000))
+    process = start(*generate(tmp_path, "--num-gpus", "2", steps=1000))
     started(process)
     ranks = children(process.pid)
     os.kill(max(ranks), signal.SIGKILL)
@@ -231,7 +231,7 @@ def test_nodes_that_were_told_different_things_refuse(tmp_path, address):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_node_that_dies_ends_the_others(tmp_path, address, victim):
-    both = nodes(tmp_path, address, steps=5000)
+    both = nodes(tmp_path, address, steps=1000)
     started(both[0])
     ranks = [*children(both[0].pid), *children(both[1].pid)]
     assert len(ranks) == 2

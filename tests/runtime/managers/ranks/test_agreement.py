@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -17,7 +15,7 @@ from sglang.multimodal_gen.runtime.utils.errors import Cancelled, InternalError
 def _steps(rank: int, wish_at: dict[int, int]) -> tuple[int | None, int, int]:
     """The step at which this rank stopped, its reports, and messages sent through the group."""
     control_group = ParallelState.create(ParallelLayout(tp=2), "cpu").control
-    control = SharedControl(None, threading.Event(), Agreement(control_group))
+    control = SharedControl(agreement=Agreement(control_group))
     for step in range(10):
         if step == wish_at.get(rank):
             control.cancelled.set()
@@ -58,7 +56,7 @@ def test_a_stage_that_reports_on_one_rank_only_is_told():
 
 def test_a_rank_alone_stops_at_once_and_sends_nothing():
     agreement = Agreement(Group("control"))
-    control = SharedControl(None, threading.Event(), agreement)
+    control = SharedControl(agreement=agreement)
     control.report("denoise", 0, 2, "denoising")
     control.cancelled.set()
     with pytest.raises(Cancelled, match="denoising, 1 of 2"):

@@ -29,7 +29,10 @@ class RequestControl:
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def report(self, phase: Phase, done: int, total: int, label: str) -> None:
-        """Tell the caller how far a phase has come; stop here if asked to."""
+        """Tell the caller how far a phase has come; stop here if asked to.
+
+        With several ranks, all of a replica call this at the same places: they stop together.
+        """
         if self.cancelled.is_set():
             raise Cancelled(f"stopped by the caller in {label}, {done} of {total}")
         if self.listener is None:

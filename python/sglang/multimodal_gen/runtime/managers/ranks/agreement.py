@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import RequestControl
 from sglang.multimodal_gen.runtime.utils.errors import Cancelled, InternalError
-from sglang.multimodal_gen.runtime.utils.progress import Phase, ProgressEvent, ProgressListener
+from sglang.multimodal_gen.runtime.utils.progress import Phase, ProgressEvent
 
 _PHASES = ("load", "denoise", "decode")
 
@@ -70,8 +69,6 @@ class SharedControl(RequestControl):
     A wish to stop is heeded at the second report after it at the latest.
     """
 
-    listener: ProgressListener | None = None
-    cancelled: threading.Event = field(default_factory=threading.Event)
     agreement: Agreement = field(default_factory=lambda: Agreement(Group("control")))
 
     def report(self, phase: Phase, done: int, total: int, label: str) -> None:

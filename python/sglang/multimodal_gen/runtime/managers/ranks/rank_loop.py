@@ -148,7 +148,8 @@ class RankLoop:
         is_lead = self._parallel.replica.is_first
         self._agreement = Agreement(self._parallel.control)
         listener = (lambda event: self._channel.send(Progress(order, event))) if is_lead else None
-        control = SharedControl(listener, self._wish_to_stop(order), self._agreement)
-        batch.control = control  # the batch is this process's own copy
+        batch.control = SharedControl(  # the batch is this process's own copy
+            listener=listener, cancelled=self._wish_to_stop(order), agreement=self._agreement
+        )
         output = self._worker.run(batch)
         return packed(output) if is_lead else output.peak_memory_mb

@@ -135,6 +135,16 @@ def test_a_block_that_fails_leaves_nothing_behind():
     assert torch.equal(component.module(X), Toy()(X))
 
 
+def test_after_a_failed_block_the_same_use_goes_on():
+    component = layerwise(LateLane(CPU), slots=1)
+    hook = component.module.first[1].up.register_forward_pre_hook(lambda *_: 1 / 0)
+    component.begin_use()
+    with pytest.raises(ZeroDivisionError):
+        component.module(X)
+    hook.remove()
+    assert torch.equal(component.module(X), Toy()(X))
+
+
 def test_a_change_of_a_weight_at_rest_is_seen():
     """Adapters are merged into the host's copy: the next use has them."""
     component = layerwise(LateLane(CPU))

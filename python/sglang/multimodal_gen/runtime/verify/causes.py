@@ -162,10 +162,11 @@ def swapped_branches(evidence: Evidence) -> Cause | None:
     if len(ours) != 2 or len(theirs) != 2:
         return None
     for name, value in conditioning(ours[0]).items():
-        other = theirs[1].inputs.get(name)
-        if value.ndim > 1 and other is not None and _close(value, other):
-            if not _close(value, theirs[0].inputs[name]):
-                return Cause(Failure.TEXT, f"{name} of prompt and negative prompt change places")
+        right, wrong = (branch.inputs.get(name) for branch in theirs)
+        if value.ndim < 2 or right is None or wrong is None:
+            continue
+        if _close(value, wrong) and not _close(value, right):
+            return Cause(Failure.TEXT, f"{name} of prompt and negative prompt change places")
     return None
 
 

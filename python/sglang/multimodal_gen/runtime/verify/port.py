@@ -63,14 +63,15 @@ class Port:
         """
         with _request_files(request) as files:
             batch = self._admitted({**request.values, **files, **more})
-            record_type = type(self.pipeline.get_module("scheduler"))
+            scheduler = type(self.pipeline.get_module("scheduler"))
             with (
-                recorded_run(self.denoisers, self.decoder, record_type) as record,
-                ExitStack() as s,
+                recorded_run(self.denoisers, self.decoder, scheduler) as record,
+                ExitStack() as stack,
             ):
                 record.guided = batch.do_classifier_free_guidance
                 for stage in self.pipeline.stages.values():
-                    s.enter_context(patch.object(stage, "forward", _noting(stage.forward, record)))
+                    noting = _noting(stage.forward, record)
+                    stack.enter_context(patch.object(stage, "forward", noting))
                 try:
                     record.pixels = self.worker.run(batch).output
                 except DiffusionError as error:

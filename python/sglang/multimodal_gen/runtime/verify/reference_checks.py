@@ -102,7 +102,9 @@ def _kwargs(evidence: Evidence) -> Finding:
         return Finding(float(len(problems)), "; ".join(problems))
     if not evidence.port.attempts:
         return stopped(evidence.port)
-    return _conditioning(evidence, lambda value: value.ndim == 1)
+    finding = _conditioning(evidence, lambda value: value.ndim == 1)
+    fits = "the names fit forward()"
+    return Finding(0.0, fits) if finding.skipped is not None else finding
 
 
 def _embeddings(evidence: Evidence) -> Finding:

@@ -29,13 +29,19 @@ class _Side:
 
     prediction: Tensor | None
     tables: list[Tensor]
+    ids: bool = False
+    """Whether id tensors were zeroed, where no table was to be had."""
+
+    @property
+    def rested(self) -> bool:
+        return bool(self.tables) or self.ids
 
 
 def rotary_cause(evidence: Evidence) -> Cause | None:
     """A cause if the first prediction agrees as soon as nothing is rotated."""
     ours = _still(evidence.port.attempts, 0)
     theirs = _still(evidence.reference.attempts, evidence.reference.order[0])
-    if ours is None or theirs is None or not (ours.tables and theirs.tables):
+    if ours is None or theirs is None or not (ours.rested and theirs.rested):
         return None
     if ours.prediction is None:
         return _of_shapes(ours, theirs)
@@ -44,18 +50,19 @@ def rotary_cause(evidence: Evidence) -> Cause | None:
     error = relative_l2(ours.prediction[:1].cpu(), _row(theirs.prediction, evidence))
     if error > FORWARD_LIMIT:
         return None
-    angles = (
-        "Both sides have the same angles, so the style differs: pairs of neighbours against halves"
-        if _same_angles(ours.tables[0], theirs.tables[0])
-        else "The angles differ: look at theta, the axes' widths, or the positions"
-    )
-    return Cause(
-        Failure.ROTARY,
-        f"with every rotation taken out, the predictions agree ({error:.0e}). {angles}",
-    )
+    because = f"with every rotation taken out, the predictions agree ({error:.0e})"
+    if ours.tables and theirs.tables:
+        because += (
+            ". Both sides have the same angles, so the style differs: neighbours against halves"
+            if _same_angles(ours.tables[0], theirs.tables[0])
+            else ". The angles differ: look at theta, the axes' widths, or the positions"
+        )
+    return Cause(Failure.ROTARY, because)
 
 
 def _of_shapes(ours: _Side, theirs: _Side) -> Cause | None:
+    if not (ours.tables and theirs.tables):
+        return None
     mine, other = ours.tables[0], theirs.tables[0]
     if mine.shape[0] == other.shape[0]:
         return None
@@ -76,21 +83,27 @@ def _still(attempts: list[Attempt], index: int) -> _Side | None:
     if not attempts:
         return None
     attempt = attempts[min(index, len(attempts) - 1)]
+    side = _run_at_rest(attempt, zero_ids=False)
+    # Ids are left alone where tables are made of them: zeroed, they would hide the tables' angles.
+    return side if side.tables else _run_at_rest(attempt, zero_ids=True)
+
+
+def _run_at_rest(attempt: Attempt, *, zero_ids: bool) -> _Side:
     tables: list[Tensor] = []
-    kwargs = {name: _rested(name, value, tables) for name, value in attempt.kwargs.items()}
-    side = _Side(None, tables)
+    kwargs = dict(attempt.kwargs)
+    ids = [n for n, v in kwargs.items() if isinstance(v, Tensor) and _IDS.fullmatch(n)]
+    for name, value in attempt.kwargs.items():
+        if zero_ids and name in ids:
+            kwargs[name] = torch.zeros_like(value)
+        elif _TABLES.fullmatch(name):
+            kwargs[name] = _without_angle(value, tables)
+    side = _Side(None, tables, zero_ids and bool(ids))
     with torch.inference_mode(), _modules_at_rest(attempt.module, tables):
         try:
             side.prediction = first(attempt.module(*attempt.args, **kwargs))
         except (RuntimeError, ValueError, TypeError, IndexError):
             return side
     return side
-
-
-def _rested(name: str, value: Any, tables: list[Tensor]) -> Any:
-    if isinstance(value, Tensor) and _IDS.fullmatch(name):
-        return torch.zeros_like(value)
-    return _without_angle(value, tables) if _TABLES.fullmatch(name) else value
 
 
 def _without_angle(value: Any, tables: list[Tensor]) -> Any:

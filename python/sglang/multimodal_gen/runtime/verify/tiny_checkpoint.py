@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import nn
+from transformers.utils import logging as transformers_logging
 
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     CONSTRUCTION_ERRORS,
@@ -99,7 +101,8 @@ class _Part:
 
     def save(self, module: Any, folder: Path, divisor: int) -> None:
         if hasattr(module, "save_pretrained"):
-            module.save_pretrained(folder)
+            with _quiet_transformers():
+                module.save_pretrained(folder)
             return
         folder.mkdir(parents=True)
         save_file({k: v.contiguous() for k, v in module.state_dict().items()}, folder / WEIGHTS)
@@ -128,6 +131,18 @@ def _constructor(cls: Any) -> Callable[[Mapping[str, Any]], nn.Module]:
         return cls(**fields)
 
     return from_fields
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars of the library for files of a megabyte."""
+    before = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            transformers_logging.enable_progress_bar()
 
 
 def _neural_components(source: ModelSource) -> dict[str, _Part]:

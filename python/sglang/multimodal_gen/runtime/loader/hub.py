@@ -24,14 +24,18 @@ _VARIANTS = tuple(
 
 
 def fetch_from_hub(
-    repo_id: str, revision: str | None, without_index: Collection[str] | None = None
+    repo_id: str,
+    revision: str | None,
+    without_index: Collection[str] | None = None,
+    *,
+    weights: bool = True,
 ) -> Path:
     """The local snapshot folder of a hub repository, fetched where the cache lacks it.
 
     ``model_index.json`` first, then the folders of the components that it names, at the same
     commit. ``without_index`` names the folders to fetch where there is no such file, which is an
-    error if it is None. Honours ``HF_HOME``, ``HF_HUB_OFFLINE`` and ``HF_TOKEN``, because the
-    library does.
+    error if it is None. Without ``weights``, configs and tokenizers alone. Honours ``HF_HOME``,
+    ``HF_HUB_OFFLINE`` and ``HF_TOKEN``, because the library does.
 
     Raises:
         ModelNotFound: with the reason (no such repository, gated, offline...) and the remedy.
@@ -65,12 +69,13 @@ def fetch_from_hub(
     components: Collection[str] = without_index or ()
     if without_index is None or (root / MODEL_INDEX).is_file():
         components = components_of(read_model_index(root), root)
-    wanted = [f"{name}/{pattern}" for name in components for pattern in _WANTED]
+    patterns = [p for p in _WANTED if weights or not p.endswith(SUFFIX)]
+    wanted = [f"{name}/{pattern}" for name in components for pattern in patterns]
     wanted += [MODEL_INDEX, SAMPLING_DEFAULTS]
     _translated(repo_id, revision, lambda: fetch(wanted, _VARIANTS))
     # Some repositories publish a component as a variant only: then the variant is what there is.
     bare = [name for name in components if _lacks_weights(root / name)]
-    if bare:
+    if bare and weights:
         _translated(repo_id, revision, lambda: fetch(f"{name}/*{SUFFIX}" for name in bare))
     return root
 

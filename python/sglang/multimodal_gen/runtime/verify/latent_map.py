@@ -14,6 +14,9 @@ from sglang.multimodal_gen.runtime.verify.run_record import RunRecord
 EXACT = 1e-4
 """Residual, relative to the spread, up to which the map counts as found."""
 
+NO_SHIFT = 1e-6
+"""A measured shift below this is the rounding of none; latents are of order one."""
+
 
 @dataclass(frozen=True)
 class LatentMap:
@@ -32,6 +35,8 @@ class LatentMap:
         if len(self.scale) > 1:
             return f"latents / scale + shift with {len(self.scale)} scales and shifts by channel"
         shift = self.shift.item()
+        if abs(shift) < NO_SHIFT:
+            return f"latents / {self.scale.item():.6g}"
         return f"latents / {self.scale.item():.6g} {'-' if shift < 0 else '+'} {abs(shift):.6g}"
 
 

@@ -39,7 +39,7 @@ class Port:
             m for m in map(self.pipeline.get_module, names) if isinstance(m, nn.Module)
         ]
         decoder = decoder_name(type(self.pipeline))
-        self.decoder = None if decoder is None else self.pipeline.get_module(decoder)
+        self.decoder: Any = None if decoder is None else self.pipeline.get_module(decoder)
         if not self.denoisers or self.decoder is None:
             raise UserError(
                 f"{type(self.pipeline).__name__} has no component of the role transformer, or none "

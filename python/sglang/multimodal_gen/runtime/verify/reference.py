@@ -22,6 +22,7 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     ModelNotFound,
     UserError,
 )
+from sglang.multimodal_gen.runtime.verify.quiet_library import no_library_bars
 from sglang.multimodal_gen.runtime.verify.request import Request
 from sglang.multimodal_gen.runtime.verify.run_record import RunRecord, recorded_run
 
@@ -79,10 +80,11 @@ class Reference:
                 "its decoder under the names of the checkpoint: it cannot be compared"
             )
         scheduler = self.pipeline.scheduler
-        record.timesteps = scheduler.timesteps.detach().cpu().clone()
+        timesteps: torch.Tensor = scheduler.timesteps.detach().cpu().clone()
+        record.timesteps = timesteps
         sigmas = getattr(scheduler, "sigmas", None)
         if isinstance(sigmas, torch.Tensor):
-            record.sigmas = sigmas[: len(record.timesteps)].detach().cpu().clone()
+            record.sigmas = sigmas[: len(timesteps)].detach().cpu().clone()
         record.pixels = result.images.detach().float().cpu()
         return record
 
@@ -123,7 +125,8 @@ def load_reference(
         check_components(source)
         pipeline: Any = load_pipeline(source, server_args, None)
     else:
-        pipeline = _class(choice).from_pretrained(str(source.root), torch_dtype=torch.float32)
+        with no_library_bars():
+            pipeline = _class(choice).from_pretrained(str(source.root), dtype=torch.float32)
         if hasattr(pipeline, "to"):
             pipeline = pipeline.to(device) or pipeline
     return Reference(name, pipeline, denoisers, decoder, device)
@@ -139,6 +142,6 @@ def _class(choice: str) -> Any:
     except ModuleNotFoundError as error:
         raise InvalidArgument("--reference", choice, f"cannot be imported: {error}") from error
     if not hasattr(found, "from_pretrained"):
-        problem = f"{module} has no class {name} with a from_pretrained(folder, torch_dtype)"
+        problem = f"{module} has no class {name} with a from_pretrained(folder, dtype)"
         raise InvalidArgument("--reference", choice, problem)
     return found

@@ -59,8 +59,9 @@ def _counts_layers(key: str, value: object) -> bool:
 
 
 def _is_size(key: str, value: object) -> bool:
-    named = _HEADS.fullmatch(key) or (_WIDTH.fullmatch(key) and not _FIXED.fullmatch(key))
-    return type(value) is int and value > 1 and named is not None
+    if type(value) is not int or value <= 1 or _FIXED.fullmatch(key):
+        return False
+    return bool(_HEADS.fullmatch(key) or _WIDTH.fullmatch(key))
 
 
 def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

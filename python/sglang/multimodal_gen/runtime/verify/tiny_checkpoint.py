@@ -5,15 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import nn
-from transformers.utils import logging as transformers_logging
 
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     CONSTRUCTION_ERRORS,
@@ -29,6 +27,7 @@ from sglang.multimodal_gen.runtime.loader.model_index import MODEL_INDEX, SAMPLI
 from sglang.multimodal_gen.runtime.loader.model_source import ModelSource
 from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
+from sglang.multimodal_gen.runtime.verify.quiet_library import no_library_bars
 from sglang.multimodal_gen.runtime.verify.shrunk_config import DIVISORS, common_divisor, shrunk
 from sglang.multimodal_gen.runtime.verify.tiny_weights import fill_with_noise
 
@@ -101,7 +100,7 @@ class _Part:
 
     def save(self, module: Any, folder: Path, divisor: int) -> None:
         if hasattr(module, "save_pretrained"):
-            with _quiet_transformers():
+            with no_library_bars():
                 module.save_pretrained(folder)
             return
         folder.mkdir(parents=True)
@@ -131,18 +130,6 @@ def _constructor(cls: Any) -> Callable[[Mapping[str, Any]], nn.Module]:
         return cls(**fields)
 
     return from_fields
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No progress bars of the library for files of a megabyte."""
-    before = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if before:
-            transformers_logging.enable_progress_bar()
 
 
 def _neural_components(source: ModelSource) -> dict[str, _Part]:

@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch
 
+from sglang.multimodal_gen.runtime.loader.hub import fetch_from_hub
+from sglang.multimodal_gen.runtime.loader.model_source import is_hub_id
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.errors import (
@@ -120,6 +122,9 @@ def verify(server_args: ServerArgs, wish: Wish, say: Say) -> Verification:
         UserError: no such model or reference, or the reference fails by itself.
         CheckpointError: a checkpoint cannot be loaded.
     """
+    name = server_args.model.model_path
+    if wish.weights == "tiny":
+        server_args = _with_configs_here(server_args, say)
     model = ModelDescription.find(server_args)
     if model.info.backend != "sglang":
         raise UserError(
@@ -132,7 +137,7 @@ def verify(server_args: ServerArgs, wish: Wish, say: Say) -> Verification:
         run.against_reference()
         run.against_itself()
     return Verification(
-        model=model.source.name,
+        model=name,
         pipeline=model.info.pipeline_cls.__name__,
         reference=named,
         weights=weights,
@@ -140,6 +145,17 @@ def verify(server_args: ServerArgs, wish: Wish, say: Say) -> Verification:
         rows=tuple(run.rows),
         cause=run.cause,
     )
+
+
+def _with_configs_here(server_args: ServerArgs, say: Say) -> ServerArgs:
+    """A hub id's configs and tokenizers fetched, and no weights: tiny ones are made from these."""
+    model = server_args.model
+    if not is_hub_id(model.model_path):
+        return server_args
+    say(f"fetching the configs of {model.model_path}")
+    root = fetch_from_hub(model.model_path, model.revision, weights=False)
+    local = dataclasses.replace(model, model_path=str(root), revision=None)
+    return dataclasses.replace(server_args, model=local)
 
 
 @contextmanager

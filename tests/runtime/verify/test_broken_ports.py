@@ -14,6 +14,7 @@ BROKEN = {
     "UnencodedPipeline": ("kwargs", Failure.NEGATIVE, "no stage wrote negative_prompt_embeds"),
     "MisnamedPipeline": ("kwargs", Failure.KWARGS, "Did you mean 'pooled_projections'?"),
     "TurnedPipeline": ("first-prediction", Failure.ROTARY, "the style differs"),
+    "UnscaledPipeline": ("first-prediction", Failure.NETWORK, "transformer_blocks.1.attn.norm_k"),
     "PackedPipeline": ("final-latents", Failure.PACKED, "the raw_latent_shape is [1, 16, 8, 8]"),
 }
 

@@ -24,6 +24,7 @@ from .pipelines import (
     ShiftlessPipeline,
     TurnedPipeline,
     UnencodedPipeline,
+    UnscaledPipeline,
     WholePipeline,
 )
 
@@ -37,5 +38,6 @@ for pipeline, config in (
     (MisnamedPipeline, MisnamedConfig),
     (TurnedPipeline, WholeConfig),
     (PackedPipeline, PackedConfig),
+    (UnscaledPipeline, WholeConfig),
 ):
     register_pipeline(pipeline, sampling_param_cls=FluxSamplingParams, pipeline_config_cls=config)

@@ -107,3 +107,21 @@ class TurnedLoader(NeuralComponentLoader):
 class TurnedPipeline(FluxPipeline):
     pipeline_name = "TurnedPipeline"
     component_loaders = {"transformer": TurnedLoader}
+
+
+class UnscaledTransformer(FluxTransformer2DModel):
+    """One norm of one block has another epsilon."""
+
+    def __init__(self, **config):
+        super().__init__(**config)
+        self.transformer_blocks[1].attn.norm_k.eps = 0.1
+
+
+class UnscaledLoader(NeuralComponentLoader):
+    def model_class(self, spec):
+        return UnscaledTransformer
+
+
+class UnscaledPipeline(FluxPipeline):
+    pipeline_name = "UnscaledPipeline"
+    component_loaders = {"transformer": UnscaledLoader}

@@ -80,11 +80,47 @@ def fetch_from_hub(
     return root
 
 
+def fetch_adapter_from_hub(repo_id: str, wanted: Collection[str]) -> Path:
+    """The local snapshot folder of a repository, with the files ``wanted`` as far as it has them.
+
+    Raises:
+        ModelNotFound: with the reason (no such repository, gated, offline...) and the remedy.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    def fetch() -> str:
+        return snapshot_download(
+            repo_id,
+            revision=None,
+            allow_patterns=list(wanted),
+            ignore_patterns=[f"*{suffix}" for suffix in PICKLE_SUFFIXES],
+            local_files_only=constants.HF_HUB_OFFLINE,
+        )
+
+    return Path(_translated(repo_id, None, fetch, "lora_path"))
+
+
+def files_on_hub(repo_id: str, folder: Path) -> list[str]:
+    """The names of a repository's files; without a network those in its snapshot ``folder``.
+
+    Raises:
+        ModelNotFound: the hub does not answer, or does not show the repository.
+    """
+    from huggingface_hub import constants, list_repo_files
+
+    if constants.HF_HUB_OFFLINE:
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return sorted(str(path.relative_to(folder)) for path in files)
+    return sorted(_translated(repo_id, None, lambda: list_repo_files(repo_id), "lora_path"))
+
+
 def _lacks_weights(folder: Path) -> bool:
     return (folder / "config.json").is_file() and not any(folder.glob(f"*{SUFFIX}"))
 
 
-def _translated(repo_id: str, revision: str | None, fetch: Callable[[], T]) -> T:
+def _translated(
+    repo_id: str, revision: str | None, fetch: Callable[[], T], field: str = "model_path"
+) -> T:
     """Run one fetch; the library's errors become sentences that name value and remedy."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -98,7 +134,7 @@ def _translated(repo_id: str, revision: str | None, fetch: Callable[[], T]) -> T
         RevisionNotFoundError,
     )
 
-    what = f"model_path={repo_id!r}" + (f" at revision {revision!r}" if revision else "")
+    what = f"{field}={repo_id!r}" + (f" at revision {revision!r}" if revision else "")
     try:
         return fetch()
     except HFValidationError as problem:

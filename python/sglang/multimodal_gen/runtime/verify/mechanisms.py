@@ -7,6 +7,7 @@ command runs it wherever ``unsupported`` finds nothing against it.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -66,9 +67,11 @@ DECLARED: Mapping[str, tuple[str, str]] = {
 """Mechanism -> the role whose class declares it, and in which attribute."""
 
 
-def declares(module: nn.Module | type, attribute: str) -> bool:
-    """Whether a component, or its class, declares a mechanism."""
-    return bool(getattr(module, attribute, None))
+def declares(component: nn.Module | type, attribute: str) -> bool:
+    """Whether a component's class, or the file that the class is in, declares a mechanism."""
+    cls = component if isinstance(component, type) else type(component)
+    places = (component, *(sys.modules.get(base.__module__) for base in cls.__mro__))
+    return any(bool(getattr(place, attribute, None)) for place in places)
 
 
 def _components(pipeline: ComposedPipelineBase, role: str) -> list[nn.Module]:
@@ -169,10 +172,10 @@ def _by_hand(
 
 
 MECHANISMS: tuple[Mechanism, ...] = (
-    Mechanism("vae-tiled", "VAE decode, tiled", _needs("vae-tiled", "--vae-tiling"), _unwritten),
+    Mechanism("vae-tiled", "VAE decode, tiled", _needs("vae-tiled", "--vae-mode"), _unwritten),
     Mechanism(
         "vae-spatial-shard", "VAE decode, spatial_shard",
-        _needs("vae-spatial-shard", "--parallel-decode-mode"), _unwritten,
+        _needs("vae-spatial-shard", "--vae-mode"), _unwritten,
     ),
     Mechanism("encoder-tp", "encoder TP", _needs("encoder-tp", "--tp-size"), _unwritten),
     Mechanism("dit-tp", "denoiser TP", _needs("dit-tp", "--tp-size"), _unwritten),

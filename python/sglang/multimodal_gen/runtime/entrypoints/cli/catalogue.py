@@ -13,7 +13,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import 
     ComposedPipelineBase,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.lora_pipeline import LoRAPipeline
-from sglang.multimodal_gen.runtime.verify.mechanisms import DECLARED
+from sglang.multimodal_gen.runtime.verify.mechanisms import DECLARED, declares
 
 REGENERATE = "sglang models --markdown > docs/supported_models.md"
 
@@ -28,9 +28,9 @@ _HEAD = f"""\
 # Supported models
 
 Made by `{REGENERATE}` from what the families register;
-a test compares. Other checkpoints of a family load by folder or Hugging Face id. What no family serves
-is run by its Diffusers pipeline, if it makes images (`--backend diffusers`). `sglang verify MODEL` says
-whether a family agrees with its reference on your machine.
+a test compares. Other checkpoints of a family load by folder or Hugging Face id. What no family
+serves is run by its Diffusers pipeline, if it makes images (`--backend diffusers`).
+`sglang verify MODEL` says whether a family agrees with its reference on your machine.
 
 | pipeline | settings | model ids | tasks | mechanisms |
 | --- | --- | --- | --- | --- |
@@ -65,7 +65,7 @@ def _mechanisms(known: KnownModel) -> Iterator[str]:
         yield "CFG"
     denoisers = [cls for pipeline in pipelines for cls in _denoisers(pipeline)]
     for mechanism, attribute in DENOISER_DECLARES.items():
-        if denoisers and all(getattr(cls, attribute, None) for cls in denoisers):
+        if denoisers and all(declares(cls, attribute) for cls in denoisers):
             yield mechanism
 
 

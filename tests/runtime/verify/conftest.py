@@ -24,7 +24,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ports() -> Iterator[None]:
     """The broken ports, registered as a package of somebody else would be; gone afterwards."""
     REGISTRY._ready()

@@ -82,8 +82,14 @@ def test_the_negative_branch_is_the_one_that_another_negative_prompt_changes(bat
 
 def test_no_cause_where_both_sides_agree():
     same = evidence(record(), record(batched=True))
-    for diagnose in (causes.missing_negative, causes.swapped_branches, causes.another_text,
-                     causes.another_guidance, causes.wrong_timesteps, causes.packed_decode):  # fmt: skip
+    for diagnose in (
+        causes.missing_negative,
+        causes.swapped_branches,
+        causes.another_text,
+        causes.another_guidance,
+        causes.wrong_timesteps,
+        causes.packed_decode,
+    ):
         assert diagnose(same) is None, diagnose.__name__
 
 

@@ -7,11 +7,13 @@ depends on the machine is decided in :mod:`resolve`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from sglang.multimodal_gen.runtime.server_args.flags import check_fields, flag
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
+from sglang.multimodal_gen.runtime.utils.precision import PRECISIONS
 
 Device = Literal["auto", "cpu", "cuda"]
 Backend = Literal["auto", "sglang", "diffusers"]
@@ -26,7 +28,86 @@ class ModelArgs:
     model_path: str = flag(
         "demo", help="A bundled model's name, a local folder, or a Hugging Face id."
     )
-    revision: str | None = flag(
+    revision: str | None = flag(None, help="Branch, tag or commit of a Hugging Face id.")
+    model_id: str | None = flag(
+        None,
+        help="Serve the model as this registered id ('sglang models' lists them), whatever its "
+        "path and files say.",
+    )
+    pipeline_class_name: str | None = flag(
+        None,
+        name="--pipeline",
+        aliases=("--pipeline-class-name",),
+        help="Serve the model with this registered pipeline. With it, --model-path may be one "
+        ".safetensors file: the weights of the pipeline's transformer.",
+    )
+    backend: Backend = flag(
+        "auto",
+        help="What runs the model: 'sglang' is a native family, 'diffusers' the pipeline of that "
+        "library; 'auto' is the family, and Diffusers where there is none.",
+    )
+    precision: str = flag(
+        "auto",
+        choices=("auto", "config", *PRECISIONS),
+        help="Floating-point type of the weights. 'config' is what the model's pipeline config "
+        "says; 'auto' is that on a GPU and fp32 on a CPU.",
+    )
+    component_paths: Mapping[str, str] = flag(
+        default_factory=dict,
+        help="Load component NAME (vae, transformer, ...) from another local folder.",
+    )
+    component_weights_paths: Mapping[str, str] = flag(
+        default_factory=dict,
+        help="Take the weights of component NAME from another local safetensors file, index file "
+        "or folder; its config stays.",
+    )
+    component_precisions: Mapping[str, str] = flag(
+        default_factory=dict,
+        choices=PRECISIONS,
+        help="Precision of component NAME alone; wins over --precision.",
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _refuse_blank("model_path", self.model_path)
+        for field in ("revision", "model_id", "pipeline_class_name"):
+            if getattr(self, field) is not None:
+                _refuse_blank(field, getattr(self, field))
+        for field in ("component_paths", "component_weights_paths"):
+            for name, path in getattr(self, field).items():
+                _refuse_blank(f"{field}.{name}", path)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlatformArgs:
+    """Where the work runs."""
+
+    device: Device = flag("auto", help="Where to run; 'auto' is a GPU where there is one.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchingArgs:
+    """How much is denoised together."""
+
+    batching_max_size: int = flag(
+        4, help="Images denoised together at most. Less needs less memory."
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.batching_max_size < 1:
+            problem = "must be at least 1. 1 makes one image at a time."
+            raise InvalidArgument("batching_max_size", self.batching_max_size, problem)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoRAArgs:
+    """Adapters that are in force from the start, where a request does not choose its own."""
+
+    lora_path: str | tuple[str, ...] | None = flag(
         None,
         help="LoRA to load and put in force at start-up: files, folders with one, or hub ids "
         "(org/name, org/name:FILE).",

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
+from sglang.multimodal_gen.runtime.verify.measure import (
+    FINAL_LIMIT,
+    FORWARD_LIMIT,
+    largest_difference,
+    relative_l2,
+)
 
 from parity.trace import Branch, Trace
 
-FORWARD_LIMIT = 1e-5
-"""Relative L2 of one forward pass, fp32 on the CPU (and of all that goes into it)."""
-FINAL_LIMIT = 1e-4
-"""Relative L2 of the latents at the end of the loop, and of the picture made of them."""
 PIXEL_LIMIT = 1 / 255
 """Largest difference of one pixel, in 0..1; one level of a stored image."""
 
@@ -56,26 +57,6 @@ class Report:
 def compare(measured: Trace, expected: Trace) -> Report:
     """Compare from the noise to the stored picture."""
     return Report(tuple(_measurements(measured, expected)))
-
-
-def relative_l2(measured: Tensor, expected: Tensor) -> float:
-    """``|measured - expected| / |expected|``; infinite if shapes differ or a value is NaN."""
-    if measured.shape != expected.shape:
-        return float("inf")
-    difference = (measured.double() - expected.double()).norm().item()
-    if difference == 0:
-        return 0.0
-    scale = expected.double().norm().item()
-    ratio = difference / scale if scale else float("inf")
-    return ratio if ratio == ratio else float("inf")
-
-
-def largest_difference(measured: Tensor, expected: Tensor) -> float:
-    """Largest absolute difference of two pictures; infinite if shapes differ or a value is NaN."""
-    if measured.shape != expected.shape:
-        return float("inf")
-    worst = (measured.double() - expected.double()).abs().max().item()
-    return worst if worst == worst else float("inf")
 
 
 def _measurements(measured: Trace, expected: Trace) -> Iterator[Measurement]:

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from parity.compare import Report, compare, largest_difference
+from sglang.multimodal_gen.runtime.verify.measure import largest_difference
+
+from parity.compare import Report, compare
 from parity.family import Family, Request
 from parity.oracle import run_oracle
 from parity.runtime_trace import opened_runtime, record_runtime

@@ -9,8 +9,10 @@ from typing import Any
 import diffusers
 import torch
 
+from sglang.multimodal_gen.runtime.verify.recorder import recorded_calls, recorded_decodes
+
 from parity.family import Family, Request
-from parity.trace import Trace, recorded_calls, recorded_decodes, steps_of
+from parity.trace import Trace, steps_of
 
 OTHER_NAMES = {"num_outputs_per_prompt": "num_images_per_prompt"}
 
@@ -49,7 +51,7 @@ def trace_of(pipeline: Any, family: Family, request: Request) -> Trace:
         timesteps=timesteps,
         sigmas=pipeline.scheduler.sigmas[: len(timesteps)].clone(),
         steps=steps,
-        final_latents=torch.cat(decodes),
+        final_latents=torch.cat([decode.latents for decode in decodes]),
         pixels=pixels,
         images=(pixels * 255).round().to(torch.uint8).movedim(1, -1),
     )

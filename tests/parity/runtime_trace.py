@@ -13,10 +13,16 @@ import torch
 from torch import Tensor
 
 from sglang import multimodal_gen
+from sglang.multimodal_gen.runtime.verify.recorder import (
+    Call,
+    Decode,
+    recorded_calls,
+    recorded_decodes,
+)
 
 from parity.family import Family, Request
 from parity.oracle import seeds_of
-from parity.trace import Call, Trace, joined, recorded_calls, recorded_decodes, steps_of
+from parity.trace import Trace, joined, steps_of
 
 
 @dataclass
@@ -26,7 +32,7 @@ class _Group:
     calls: list[Call] = field(default_factory=list)
     timesteps: Tensor | None = None
     sigmas: Tensor | None = None
-    latents: list[Tensor] = field(default_factory=list)
+    decodes: list[Decode] = field(default_factory=list)
     pixels: Tensor | None = None
 
 
@@ -60,7 +66,7 @@ def record_runtime(
 def _trace(group: _Group, family: Family, images: Tensor) -> Trace:
     assert group.timesteps is not None, "no stage wrote timesteps"
     assert group.sigmas is not None, "no stage wrote sigmas"
-    assert group.latents, "the decoder was never called"
+    assert group.decodes, "the decoder was never called"
     assert group.pixels is not None, "no stage wrote the output"
     count = len(group.timesteps)
     steps = steps_of(group.calls, count, len(images), family.latents_of)
@@ -69,7 +75,7 @@ def _trace(group: _Group, family: Family, images: Tensor) -> Trace:
         timesteps=group.timesteps,
         sigmas=group.sigmas[:count],
         steps=steps,
-        final_latents=torch.cat(group.latents),
+        final_latents=torch.cat([decode.latents for decode in group.decodes]),
         pixels=group.pixels,
         images=images,
     )
@@ -87,7 +93,7 @@ def _recorded_groups(pipeline: Any, family: Family) -> Iterator[list[_Group]]:
         group = _Group()
         with ExitStack() as stack:
             group.calls = stack.enter_context(recorded_calls(denoisers, family.inputs))
-            group.latents = stack.enter_context(recorded_decodes(decoder))
+            group.decodes = stack.enter_context(recorded_decodes(decoder))
             for stage in pipeline.stages.values():
                 stack.enter_context(patch.object(stage, "forward", _watched(stage, group)))
             output = forward(*args, **kwargs)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from sglang.multimodal_gen import DiffGenerator
+from sglang.multimodal_gen.runtime.verify.measure import largest_difference
 
-from parity.compare import compare, largest_difference
+from parity.compare import compare
 from parity.family import FLUX_DEV
 from parity.harness import MOVED, checkpoint_folder
 from parity.oracle import load_oracle, trace_of

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parity.compare import compare, largest_difference, relative_l2
-from parity.trace import Branch, Call, Step, Trace, joined, recorded_calls, steps_of
+from sglang.multimodal_gen.runtime.verify.measure import largest_difference, relative_l2
+from sglang.multimodal_gen.runtime.verify.recorder import Call, recorded_calls
+
+from parity.compare import compare
+from parity.trace import Branch, Step, Trace, joined, steps_of
 
 
 def _latents(inputs: Mapping[str, Tensor]) -> Tensor:

@@ -28,8 +28,9 @@ from transformers import (
     T5EncoderModel,
 )
 
+from sglang.multimodal_gen.runtime.verify.tiny_weights import fill_with_noise
+
 from parity.tiny_tokenizers import CLIP_POSITIONS, write_clip_tokenizer, write_t5_tokenizer
-from parity.tiny_weights import fill_with_noise
 
 CLIP_WIDTH, T5_WIDTH = 32, 40
 

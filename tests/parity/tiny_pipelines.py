@@ -20,9 +20,10 @@ from diffusers import (
 )
 from transformers import CLIPTokenizer, T5TokenizerFast
 
+from sglang.multimodal_gen.runtime.verify.tiny_weights import fill_with_noise
+
 from parity.tiny_checkpoints import CLIP_WIDTH, T5_WIDTH, TinyFlux
 from parity.tiny_tokenizers import write_clip_tokenizer, write_t5_tokenizer
-from parity.tiny_weights import fill_with_noise
 
 
 def write_unet(folder: Path, *, img2img: bool = False, ancestral: bool = False) -> None:

@@ -1,20 +1,18 @@
 """What a run of a diffusion pipeline leaves behind, step by step.
 
-The recorder looks at the denoiser's inputs and outputs from outside, so that the same code watches
-the reference and this runtime. All tensors are on the CPU; the first axis counts images.
+Put together from what the package's recorder saw. All tensors are on the CPU; the first axis counts
+images.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from sglang.multimodal_gen.runtime.verify.recorder import Call
 
 
 @dataclass(frozen=True)
@@ -49,47 +47,6 @@ class Trace:
     """Decoded, float in 0..1, channels before height and width."""
     images: Tensor
     """The same as uint8, channels last, as a user gets them."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One forward pass of the denoiser."""
-
-    inputs: Mapping[str, Tensor]
-    output: Tensor
-
-
-@contextmanager
-def recorded_calls(denoisers: Sequence[nn.Module], inputs: Sequence[str]) -> Iterator[list[Call]]:
-    """Collect every forward pass of `denoisers`, with the tensors among `inputs`, until the end."""
-    calls: list[Call] = []
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        given = {name: bound[name] for name in inputs if isinstance(bound.get(name), Tensor)}
-        result = output if isinstance(output, Tensor) else output[0]
-        calls.append(Call({name: _copy(given[name]) for name in given}, _copy(result)))
-
-    handles = [module.register_forward_hook(note, with_kwargs=True) for module in denoisers]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def recorded_decodes(vae: Any) -> Iterator[list[Tensor]]:
-    """Collect the latents of every ``vae.decode`` while the context is open."""
-    latents: list[Tensor] = []
-    decode = vae.decode
-
-    def watched(z: Tensor, *args: Any, **kwargs: Any) -> Any:
-        latents.append(_copy(z))
-        return decode(z, *args, **kwargs)
-
-    with patch.object(vae, "decode", watched):
-        yield latents
 
 
 def steps_of(
@@ -159,7 +116,3 @@ def _joined_step(parts: tuple[Step, ...]) -> Step:
         inputs = {name: torch.cat([b.inputs[name] for b in same]) for name in same[0].inputs}
         branches.append(Branch(inputs, torch.cat([branch.prediction for branch in same])))
     return Step(torch.cat([part.latents for part in parts]), tuple(branches))
-
-
-def _copy(value: Tensor) -> Tensor:
-    return value.detach().to("cpu", copy=True)

@@ -88,6 +88,22 @@ def test_a_checkpoint_without_an_index_is_served_by_its_folders_name_and_by_the_
     assert generate(bare, tmp_path / "out", "--pipeline", "TinyPainterPipeline") == picture
 
 
+def test_the_port_is_verified_against_the_packages_own_reference(model: Path, tmp_path) -> None:
+    command = "sglang.multimodal_gen.runtime.entrypoints.cli.main"
+    report = tmp_path / "report.json"
+    reference = "tiny_painter.reference:TinyPainterReference"
+    said = run(
+        "-m", command, "verify", model, "--reference", reference, "--json", report,
+        "--device", "cpu",
+    )  # fmt: skip
+    assert "passed: 11 checks" in said
+    assert json.loads(report.read_text())["passed"] is True
+    said = run("-m", command, "verify", model, "--device", "cpu", fail=True)
+    assert "Diffusers" in said
+    assert "--reference MODULE:CLASS" in said
+    assert "Traceback" not in said
+
+
 def test_one_safetensors_file_is_the_transformer(
     picture: bytes, model: Path, tmp_path: Path
 ) -> None:

@@ -168,6 +168,13 @@ def test_only_what_is_needed_is_fetched(make_hub: MakeHub) -> None:
     assert hub.fetched() == needed
 
 
+def test_configs_can_be_fetched_without_weights(make_hub: MakeHub) -> None:
+    configs = {"model_index.json", "scheduler/scheduler_config.json", "vae/config.json"}
+    hub = make_hub(*configs, "vae/diffusion_pytorch_model.safetensors", "vae/x.fp16.safetensors")
+    assert fetch_from_hub("org/model", None, weights=False) == hub.snapshot
+    assert hub.fetched() == configs
+
+
 def test_a_component_that_is_a_variant_only_is_fetched(make_hub: MakeHub) -> None:
     variant = "vae/diffusion_pytorch_model.fp16.safetensors"
     hub = make_hub("vae/config.json", variant, "vae/diffusion_pytorch_model.fp16.bin")

@@ -112,7 +112,7 @@ def test_a_generated_package_registers_and_its_test_says_what_is_missing(tmp_pat
     assert done.stdout.strip() == "my_model.model", done.stderr
     done = run(sys.executable, "-m", "pytest", "-q", cwd=root, PYTHONPATH=path)
     assert done.returncode == 1, done.stdout
-    assert "my_model has no parity test yet. Return the reference's" in done.stdout
+    assert "my_model has no parity test yet. Say in CHECKPOINT which" in done.stdout
 
 
 def test_nothing_is_overwritten(tree: Path, capsys) -> None:

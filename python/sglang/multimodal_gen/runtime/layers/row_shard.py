@@ -1,4 +1,4 @@
-"""A picture whose rows are spread over ranks: who holds which, and what layers ask of each other."""
+"""Rows of a picture spread over ranks: who holds which, and what layers ask of each other."""
 
 from __future__ import annotations
 

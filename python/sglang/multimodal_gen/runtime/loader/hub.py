@@ -24,14 +24,18 @@ _VARIANTS = tuple(
 
 
 def fetch_from_hub(
-    repo_id: str, revision: str | None, without_index: Collection[str] | None = None
+    repo_id: str,
+    revision: str | None,
+    without_index: Collection[str] | None = None,
+    *,
+    weights: bool = True,
 ) -> Path:
     """The local snapshot folder of a hub repository, fetched where the cache lacks it.
 
     ``model_index.json`` first, then the folders of the components that it names, at the same
     commit. ``without_index`` names the folders to fetch where there is no such file, which is an
-    error if it is None. Honours ``HF_HOME``, ``HF_HUB_OFFLINE`` and ``HF_TOKEN``, because the
-    library does.
+    error if it is None. Without ``weights``, configs and tokenizers alone. Honours ``HF_HOME``,
+    ``HF_HUB_OFFLINE`` and ``HF_TOKEN``, because the library does.
 
     Raises:
         ModelNotFound: with the reason (no such repository, gated, offline...) and the remedy.
@@ -65,21 +69,58 @@ def fetch_from_hub(
     components: Collection[str] = without_index or ()
     if without_index is None or (root / MODEL_INDEX).is_file():
         components = components_of(read_model_index(root), root)
-    wanted = [f"{name}/{pattern}" for name in components for pattern in _WANTED]
+    patterns = [p for p in _WANTED if weights or not p.endswith(SUFFIX)]
+    wanted = [f"{name}/{pattern}" for name in components for pattern in patterns]
     wanted += [MODEL_INDEX, SAMPLING_DEFAULTS]
     _translated(repo_id, revision, lambda: fetch(wanted, _VARIANTS))
     # Some repositories publish a component as a variant only: then the variant is what there is.
     bare = [name for name in components if _lacks_weights(root / name)]
-    if bare:
+    if bare and weights:
         _translated(repo_id, revision, lambda: fetch(f"{name}/*{SUFFIX}" for name in bare))
     return root
+
+
+def fetch_adapter_from_hub(repo_id: str, wanted: Collection[str]) -> Path:
+    """The local snapshot folder of a repository, with the files ``wanted`` as far as it has them.
+
+    Raises:
+        ModelNotFound: with the reason (no such repository, gated, offline...) and the remedy.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    def fetch() -> str:
+        return snapshot_download(
+            repo_id,
+            revision=None,
+            allow_patterns=list(wanted),
+            ignore_patterns=[f"*{suffix}" for suffix in PICKLE_SUFFIXES],
+            local_files_only=constants.HF_HUB_OFFLINE,
+        )
+
+    return Path(_translated(repo_id, None, fetch, "lora_path"))
+
+
+def files_on_hub(repo_id: str, folder: Path) -> list[str]:
+    """The names of a repository's files; without a network those in its snapshot ``folder``.
+
+    Raises:
+        ModelNotFound: the hub does not answer, or does not show the repository.
+    """
+    from huggingface_hub import constants, list_repo_files
+
+    if constants.HF_HUB_OFFLINE:
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return sorted(str(path.relative_to(folder)) for path in files)
+    return sorted(_translated(repo_id, None, lambda: list_repo_files(repo_id), "lora_path"))
 
 
 def _lacks_weights(folder: Path) -> bool:
     return (folder / "config.json").is_file() and not any(folder.glob(f"*{SUFFIX}"))
 
 
-def _translated(repo_id: str, revision: str | None, fetch: Callable[[], T]) -> T:
+def _translated(
+    repo_id: str, revision: str | None, fetch: Callable[[], T], field: str = "model_path"
+) -> T:
     """Run one fetch; the library's errors become sentences that name value and remedy."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -93,7 +134,7 @@ def _translated(repo_id: str, revision: str | None, fetch: Callable[[], T]) -> T
         RevisionNotFoundError,
     )
 
-    what = f"model_path={repo_id!r}" + (f" at revision {revision!r}" if revision else "")
+    what = f"{field}={repo_id!r}" + (f" at revision {revision!r}" if revision else "")
     try:
         return fetch()
     except HFValidationError as problem:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,19 @@ from safetensors import safe_open
 from sglang.multimodal_gen.runtime.layers.lora.adapter_keys import DENOISER, other_adapter_type
 from sglang.multimodal_gen.runtime.layers.lora.normal_form import AdapterConfig, AlphaSource
 from sglang.multimodal_gen.runtime.loader.checkpoint import PICKLE_SUFFIXES, SUFFIX, listed
+from sglang.multimodal_gen.runtime.loader.hub import fetch_adapter_from_hub, files_on_hub
 from sglang.multimodal_gen.runtime.loader.json_file import read_json_object
 from sglang.multimodal_gen.runtime.loader.safetensors_header import StoredTensor, read_header
 from sglang.multimodal_gen.runtime.loader.tensor_reader import TensorReader
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
+from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
 PEFT_FILE = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
 USUAL_NAMES = (PEFT_FILE, "pytorch_lora_weights.safetensors")
+_HUB_ADAPTER = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(:(?P<file>[\w. /()+-]+))?"
+)
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 
 
@@ -47,13 +53,21 @@ class LoRAFile:
 
 
 def find_lora_file(lora_path: str, weight_name: str | None = None) -> LoRAFile:
-    """The adapter in a safetensors file, or in a folder that holds one.
+    """The adapter in a safetensors file, in a folder that holds one, or on the hub.
+
+    What is no path here and has the form ``org/name`` or ``org/name:file.safetensors`` is a hub id;
+    one file of it is fetched where the cache lacks it.
 
     Raises:
+        ModelNotFound: a hub id, and the hub or the cache has no such thing.
         CheckpointError: nothing is there, it is no safetensors file or a damaged one, or it is
             another kind of adapter than LoRA (its name is in the message).
     """
-    path = _chosen_file(Path(lora_path).expanduser(), weight_name)
+    path = Path(lora_path).expanduser()
+    hub_id = None if path.exists() else _HUB_ADAPTER.fullmatch(lora_path)
+    if hub_id is not None:
+        path = _from_hub(hub_id["repo"], weight_name or hub_id["file"])
+    path = _chosen_file(path, None if path.is_file() else weight_name)
     tensors = read_header(path)
     kind = other_adapter_type(tensors)
     if kind is not None:
@@ -67,7 +81,8 @@ def _chosen_file(path: Path, weight_name: str | None) -> Path:
         path = path / (_only_file(path) if weight_name is None else weight_name)
     if not path.is_file():
         raise CheckpointError(
-            f"{path} does not exist. Give an adapter's {SUFFIX} file, or the folder that holds it."
+            f"{path} does not exist. Give an adapter's {SUFFIX} file, the folder that holds it, or "
+            f"a hub id: org/name, or org/name:FILE{SUFFIX}."
         )
     if path.name.endswith(PICKLE_SUFFIXES):
         raise CheckpointError(
@@ -75,6 +90,37 @@ def _chosen_file(path: Path, weight_name: str | None) -> Path:
             f"Use the publisher's {SUFFIX} file."
         )
     return path
+
+
+def _from_hub(repo_id: str, file_name: str | None) -> Path:
+    """The one file of a repository that is meant, fetched; never all that it holds.
+
+    Without a name: one of the usual names, or the only safetensors file at the top.
+    """
+    if file_name is not None:
+        wanted = [file_name] + [PEFT_CONFIG] * (file_name == PEFT_FILE)
+        path = fetch_adapter_from_hub(repo_id, wanted) / file_name
+        if path.is_file():
+            return path
+        found = _adapters(files_on_hub(repo_id, path.parents[file_name.count("/")]))
+        raise CheckpointError(
+            f"lora_path={repo_id!r} has no file {file_name!r}.{did_you_mean(file_name, found)} "
+            f"It has: {listed(found) or 'no ' + SUFFIX + ' file'}."
+        )
+    folder = fetch_adapter_from_hub(repo_id, [*USUAL_NAMES, PEFT_CONFIG])
+    if any((folder / name).is_file() for name in USUAL_NAMES):
+        return folder / _only_file(folder)
+    found = [name for name in _adapters(files_on_hub(repo_id, folder)) if "/" not in name]
+    if len(found) != 1:
+        raise CheckpointError(
+            f"lora_path={repo_id!r} holds {len(found)} {SUFFIX} files"
+            + (f": {listed(found)}. Give the one you mean: {repo_id}:{found[0]}." if found else ".")
+        )
+    return fetch_adapter_from_hub(repo_id, found) / found[0]
+
+
+def _adapters(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name.endswith(SUFFIX)]
 
 
 def _only_file(folder: Path) -> str:

@@ -86,6 +86,12 @@ def bundled_models() -> dict[str, Path]:
     return {p.parent.name: p.parent for p in sorted(root.glob(f"*/{MODEL_INDEX}"))}
 
 
+def is_hub_id(model_path: str) -> bool:
+    """Whether `resolve_model_source` would ask the hub: it has the form, and nothing is here."""
+    here = model_path in bundled_models() or Path(model_path).expanduser().exists()
+    return not here and _HUB_ID.fullmatch(model_path) is not None
+
+
 def _no_layout() -> Layout | None:
     return None
 

@@ -108,7 +108,9 @@ class LoRAArgs:
     """Adapters that are in force from the start, where a request does not choose its own."""
 
     lora_path: str | tuple[str, ...] | None = flag(
-        None, help="LoRA file(s), or folders with one, to load and put in force at start-up."
+        None,
+        help="LoRA to load and put in force at start-up: files, folders with one, or hub ids "
+        "(org/name, org/name:FILE).",
     )
     lora_nickname: str | tuple[str, ...] = flag(
         "default", help="The name(s) by which requests and calls know them; one for each path."

@@ -30,6 +30,7 @@ COMMANDS = {
     "generate": "make pictures from prompts",
     "models": "list the model families and paths known; explain a pipeline",
     "new-model": "write the files of a new model family",
+    "verify": "compare a family with its reference, step by step",
     "version": "print the versions of this package and of what it runs on",
 }
 _EXIT_FAILED = 1

@@ -19,12 +19,20 @@ def run(argv: Sequence[str]) -> int:
     parser = FlagParser(
         "sglang models",
         "List the model families and paths known.",
-        usage="sglang models [--json]\n       sglang models explain NAME [--json]",
+        usage="sglang models [--json | --markdown]\n       sglang models explain NAME [--json]",
     )
     parser.add_switch("--json", "Print one line of JSON.")
+    parser.add_switch("--markdown", "Print the Supported Models page of the documentation.")
     said = parser.parse(argv)
     if "help" in said:
         parser.print_help()
+        return 0
+    if "markdown" in said:
+        if "json" in said:
+            parser.error("--json and --markdown: which one?")
+        from sglang.multimodal_gen.runtime.entrypoints.cli.catalogue import markdown
+
+        print(markdown(), end="")
         return 0
     _list(as_json="json" in said)
     return 0

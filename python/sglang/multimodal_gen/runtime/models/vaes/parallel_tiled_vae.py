@@ -63,7 +63,7 @@ class ParallelTiledVAE(ABC, nn.Module):
     """Base of VAEs: a subclass says how a whole picture is encoded and decoded, and no more.
 
     `encode` and `decode` work on one rank, in tiles where `enable_tiling` says so.
-    ``parallel_tiled_*`` deal the tiles to the ranks of a group, ``spatial_shard_*`` give each rank a
+    ``parallel_tiled_*`` deal the tiles to a group's ranks, ``spatial_shard_*`` give each rank a
     band of rows: these are called by every rank of the group, with the same input. What is encoded
     comes back on all ranks; a picture on the first alone, and an empty tensor on the others.
 
@@ -235,7 +235,7 @@ class ParallelTiledVAE(ABC, nn.Module):
         self._shards = shards
 
     def can_shard_rows(self, latent_rows: int) -> bool:
-        """Whether a map of so many latent rows gives each rank a band, and its neighbours theirs."""
+        """Whether so many latent rows give each rank a band, and its neighbours theirs."""
         ready = self._shards is not None
         return ready and latent_rows // self._shards.group.size >= self._least_rows
 

@@ -1,0 +1,192 @@
+"""The checks of what a port can do beside running plainly: each against the one-rank, resident run.
+
+A check is one `Mechanism`: its name, whether the pipeline supports it (or why not), a run that
+measures, and a bound. To add one, add an entry to `MECHANISMS` with a ``run``; from then on the
+command runs it wherever ``unsupported`` finds nothing against it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from sglang.multimodal_gen.runtime.loader.components import role_of
+from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
+    ComposedPipelineBase,
+)
+from sglang.multimodal_gen.runtime.pipelines_core.lora_pipeline import LoRAPipeline
+from sglang.multimodal_gen.runtime.server_args.server_args import server_flags
+from sglang.multimodal_gen.runtime.verify.evidence import Finding
+from sglang.multimodal_gen.runtime.verify.measure import FINAL_LIMIT, relative_l2
+from sglang.multimodal_gen.runtime.verify.port import Port
+from sglang.multimodal_gen.runtime.verify.request import Request
+
+RANK = 4
+STRENGTH = 0.5
+MOVED = 1e-2
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The plain run that a mechanism must not change: the request, and the decoder's picture."""
+
+    request: Request
+    picture: Tensor
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """One check of a mechanism.
+
+    ``unsupported`` gives the reason why this pipeline cannot do it, None if it can; ``run`` returns
+    the error against the baseline, and is only called where it can.
+    """
+
+    name: str
+    title: str
+    unsupported: Callable[[Port], str | None]
+    run: Callable[[Port, Baseline], Finding]
+    bound: float = FINAL_LIMIT
+
+
+DECLARED: Mapping[str, tuple[str, str]] = {
+    "encoder-tp": ("text_encoder", "TP_PLAN"),
+    "dit-tp": ("transformer", "TP_PLAN"),
+    "sp": ("transformer", "SP_PLAN"),
+    "tp-sp": ("transformer", "SP_PLAN"),
+    "layerwise-offload": ("transformer", "layer_names"),
+}
+"""Mechanism -> the role whose class declares it, and in which attribute."""
+
+
+def declares(component: nn.Module | type, attribute: str) -> bool:
+    """Whether a component's class, or the file that the class is in, declares a mechanism."""
+    cls = component if isinstance(component, type) else type(component)
+    places = (component, *(sys.modules.get(base.__module__) for base in cls.__mro__))
+    return any(bool(getattr(place, attribute, None)) for place in places)
+
+
+def _components(pipeline: ComposedPipelineBase, role: str) -> list[nn.Module]:
+    found = [m for name, m in pipeline.modules.items() if role_of(name) == role]
+    return [m for m in found if isinstance(m, nn.Module)]
+
+
+def _needs(name: str, flag: str) -> Callable[[Port], str | None]:
+    """Why a mechanism that a flag turns on, and a component declares, cannot be had."""
+
+    def unsupported(port: Port) -> str | None:
+        if flag not in {spec.spelling for spec in server_flags()}:
+            return f"this build has no {flag}"
+        role, attribute = DECLARED.get(name, (None, None))
+        if role is None or attribute is None:
+            return None
+        bare = [m for m in _components(port.pipeline, role) if not declares(m, attribute)]
+        return f"{type(bare[0]).__name__} has no {attribute}" if bare else None
+
+    return unsupported
+
+
+def _no_lora(port: Port) -> str | None:
+    if not isinstance(port.pipeline, LoRAPipeline):
+        return f"{type(port.pipeline).__name__} does not derive from LoRAPipeline"
+    return None
+
+
+def _unwritten(port: Port, baseline: Baseline) -> Finding:
+    return Finding(0.0, skipped="not checked here: this build can do it, but verify cannot yet")
+
+
+def _lora(port: Port, baseline: Baseline) -> Finding:
+    """Live and merged against weights changed by hand; afterwards the base, bit for bit."""
+    pipeline = port.pipeline
+    assert isinstance(pipeline, LoRAPipeline)
+    name = next(n for n in pipeline.lora_targets if n in pipeline.modules)
+    module = pipeline.modules[name]
+    factors = _factors(module)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "verify.safetensors"
+        save_file(
+            {
+                f"{name}.{linear}.lora_{part}.weight": tensor.contiguous()
+                for linear, (down, up) in factors.items()
+                for part, tensor in (("A", down), ("B", up))
+            },
+            path,
+        )
+        live = port.picture(baseline.request, lora=[{"path": str(path), "weight": 1.0}])
+        pipeline.set_lora("verify", str(path), merge_mode="merge")
+        try:
+            merged = port.picture(baseline.request)
+        finally:
+            pipeline.unset_lora()
+            pipeline.unload_lora_adapter("verify")
+    after = port.picture(baseline.request)
+    by_hand = _by_hand(port, module, factors, baseline.request)
+    if relative_l2(by_hand, baseline.picture) < MOVED:
+        return Finding(0.0, skipped="proves nothing: a random adapter does not move the picture")
+    if not torch.equal(after, baseline.picture):
+        return Finding(float("inf"), "taken off again, the adapter leaves a trace in the picture")
+    errors = {"live": relative_l2(live, by_hand), "merged": relative_l2(merged, by_hand)}
+    what = max(errors, key=lambda key: errors[key])
+    return Finding(errors[what], f"{what}, {len(factors)} linears")
+
+
+def _factors(module: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """A and B of every linear, drawn from a seeded generator."""
+    generator = torch.Generator().manual_seed(0)
+    factors = {}
+    for path, linear in module.named_modules():
+        if isinstance(linear, nn.Linear):
+            rows, width = linear.weight.shape
+            down = torch.randn(RANK, width, generator=generator) / width**0.5
+            up = torch.randn(rows, RANK, generator=generator) * STRENGTH / RANK**0.5
+            factors[path] = (down, up)
+    return factors
+
+
+def _by_hand(
+    port: Port, module: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]], request: Request
+) -> Tensor:
+    """The picture with ``W + B A`` in the place of W."""
+    kept: dict[str, Tensor] = {}
+    try:
+        with torch.no_grad():
+            for path, (down, up) in factors.items():
+                weight: Any = module.get_submodule(path).weight
+                kept[path] = weight.detach().clone()
+                weight += (up @ down).to(weight)
+        return port.picture(request)
+    finally:
+        with torch.no_grad():
+            for path, weight in kept.items():
+                target: Any = module.get_submodule(path).weight
+                target.copy_(weight)
+
+
+MECHANISMS: tuple[Mechanism, ...] = (
+    Mechanism("vae-tiled", "VAE decode, tiled", _needs("vae-tiled", "--vae-mode"), _unwritten),
+    Mechanism(
+        "vae-spatial-shard", "VAE decode, spatial_shard",
+        _needs("vae-spatial-shard", "--vae-mode"), _unwritten,
+    ),
+    Mechanism("encoder-tp", "encoder TP", _needs("encoder-tp", "--tp-size"), _unwritten),
+    Mechanism("dit-tp", "denoiser TP", _needs("dit-tp", "--tp-size"), _unwritten),
+    Mechanism("sp", "SP", _needs("sp", "--sp-degree"), _unwritten),
+    Mechanism("tp-sp", "TP x SP", _needs("tp-sp", "--sp-degree"), _unwritten),
+    Mechanism(
+        "layerwise-offload", "layerwise offload",
+        _needs("layerwise-offload", "--layerwise-offload-components"), _unwritten,
+    ),
+    Mechanism("lora", "LoRA: live, merged, off", _no_lora, _lora),
+    Mechanism(
+        "cfg-parallel", "CFG parallel", _needs("cfg-parallel", "--enable-cfg-parallel"), _unwritten
+    ),
+)  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     InternalError,
     OutOfMemory,
     UserError,
+    WorkerDied,
 )
 from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
 
@@ -78,6 +80,33 @@ class Worker:
             raise InternalError(
                 f"request {batch.request_id} failed: {type(error).__name__}: {error}"
             ) from error
+
+    def check(self) -> None:
+        """Ask the device for a small sum: a GPU that faulted answers nothing any more.
+
+        Raises:
+            WorkerDied: it does not answer.
+        """
+        try:
+            torch.ones(2, device=self.model.server_args.platform.device).sum().item()
+        except RuntimeError as error:
+            raise WorkerDied(f"the device does not answer: {error}") from error
+
+    def load_lora(self, name: str, path: str) -> dict[str, Any]:
+        """Load an adapter's file under a name; see `LoRAPipeline.load_lora_adapter`."""
+        receipt = self.lora_pipeline.load_lora_adapter(path, name)
+        return {"name": receipt.nickname, "ranks": list(receipt.ranks), "format": receipt.format,
+                "components": sorted(receipt.modules), "unused": receipt.leftovers()}  # fmt: skip
+
+    def unload_lora(self, name: str) -> None:
+        """Forget an adapter; it is taken out of whatever is in force."""
+        self.lora_pipeline.unload_lora_adapter(name)
+
+    def lora_status(self) -> dict[str, Any]:
+        """``loaded_adapters`` and ``active``; both empty where the pipeline takes none."""
+        if not isinstance(self.pipeline, LoRAPipeline):
+            return {"loaded_adapters": [], "active": {}}
+        return self.pipeline.get_lora_status()
 
     def _start_adapters(self) -> tuple[LoRAReceipt, ...]:
         """Put the server arguments' adapters in force."""

@@ -1,0 +1,174 @@
+"""Runs the application: a socket first, then the model, then requests, then a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from sglang.multimodal_gen.runtime.entrypoints.http.app import create_app
+from sglang.multimodal_gen.runtime.entrypoints.http.context import Context
+from sglang.multimodal_gen.runtime.entrypoints.http.opening import open_service
+from sglang.multimodal_gen.runtime.managers.file_store import LocalFileStore
+from sglang.multimodal_gen.runtime.managers.lifecycle import Lifecycle
+from sglang.multimodal_gen.runtime.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.server_args.serving import HttpArgs, ServingArgs
+from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, UserError
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+_LAST_WORDS_SECONDS = 5  # for replies that are being written when the work has ended
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def serve(server_args: ServerArgs, serving: ServingArgs) -> int:
+    """Serve until told to stop; returns the exit code.
+
+    Raises:
+        UserError: the address cannot be listened on, or the model cannot be served.
+        CheckpointError: the model's files are incomplete or damaged.
+    """
+    listener = listen(serving.http)
+    with contextlib.closing(listener), _files(serving) as files:
+        lifecycle = Lifecycle(
+            lambda progress: open_service(server_args, serving, progress),
+            on_failure=lambda: server.fail(),
+        )
+        server = Server(create_app(Context(lifecycle, serving, files)), lifecycle, serving.http)
+        logger.info("listening on %s; the model is loading", address_of(listener))
+        lifecycle.start()
+        server.run(sockets=[listener])
+        in_time = lifecycle.finish(serving.http.http_graceful_shutdown_timeout)
+    if lifecycle.error is not None:
+        raise lifecycle.error
+    if lifecycle.phase == "failed":
+        return 1
+    logger.info("stopped%s", "" if in_time else "; work that took too long was given up")
+    return 0
+
+
+@contextlib.contextmanager
+def _files(serving: ServingArgs) -> Iterator[LocalFileStore | None]:
+    place = serving.keep.file_store
+    if place == "off":
+        yield None
+        return
+    store = LocalFileStore(None if place is None else Path(place).expanduser())
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def listen(http: HttpArgs) -> socket.socket:
+    """The socket that clients connect to.
+
+    Raises:
+        InvalidArgument: the host is not this machine's, or the port is taken.
+    """
+    try:
+        found = socket.getaddrinfo(
+            http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (OSError, UnicodeError) as error:
+        problem = f"cannot be resolved ({getattr(error, 'strerror', error)})."
+        raise InvalidArgument("host", http.host, problem) from error
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise _no_listening(http, error) from error
+    return listener
+
+
+def _no_listening(http: HttpArgs, error: OSError) -> UserError:
+    import errno
+
+    if error.errno == errno.EADDRINUSE:
+        problem = f"is in use on {http.host}. Stop what listens there, or choose another --port."
+        return InvalidArgument("port", http.port, problem)
+    if error.errno == errno.EACCES:
+        return InvalidArgument("port", http.port, "needs rights that this user lacks; above 1023?")
+    return InvalidArgument("host", http.host, f"cannot be listened on ({error.strerror}).")
+
+
+def address_of(listener: socket.socket) -> str:
+    """The URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Uvicorn, stopping in our order: no new work, running work ends, then connections close."""
+
+    def __init__(self, app: object, lifecycle: Lifecycle, http: HttpArgs) -> None:
+        self.lifecycle = lifecycle
+        self.grace_seconds = http.http_graceful_shutdown_timeout
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = False
+        config = uvicorn.Config(
+            app,  # type: ignore[arg-type]
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=int(self.grace_seconds) + _LAST_WORDS_SECONDS,
+        )
+        super().__init__(config)
+
+    def fail(self) -> None:
+        """The model cannot be served: stop. Any thread may call this."""
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """A first SIGINT or SIGTERM stops in order, a second at once; neither is raised again."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # Only sets a flag and hands over: the interrupted code may hold the scheduler's lock.
+        if self._stopping:
+            self.force_exit = self.should_exit = True
+        elif self._loop is None:
+            self.should_exit = True
+        else:
+            self._stopping = True
+            self._loop.call_soon_threadsafe(self._begin_stop)
+
+    def _begin_stop(self) -> None:
+        self._stop_task = asyncio.ensure_future(self._stop())
+
+    async def _stop(self) -> None:
+        self.lifecycle.stop_taking()
+        service = self.lifecycle.opened
+        if service is not None:
+            wait = service.scheduler.wait_until_idle
+            await asyncio.to_thread(wait, self.grace_seconds)
+            service.scheduler.abandon()
+        self.should_exit = True

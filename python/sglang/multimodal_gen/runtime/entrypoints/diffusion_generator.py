@@ -364,4 +364,3 @@ def _check_call(settings: object, progress: object, cancelled: object) -> None:
         raise UserError(f"progress={progress!r:.40} must be a function of one ProgressEvent")
     if cancelled is not None and not isinstance(cancelled, threading.Event):
         raise UserError(f"cancelled={cancelled!r:.40} must be a threading.Event")
-

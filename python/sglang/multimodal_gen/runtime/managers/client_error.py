@@ -6,6 +6,7 @@ One table for every door: the status and the words of each error of `utils.error
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,6 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     CheckpointError,
     DeadlineExceeded,
     DiffusionError,
-    InvalidArgument,
     InvalidRequest,
     NonFiniteOutput,
     OutOfMemory,
@@ -55,6 +55,9 @@ class ClientError:
         }
 
 
+_Answer = Callable[[DiffusionError], ClientError]
+
+
 def client_error(error: DiffusionError) -> ClientError:
     """How an error is told."""
     if isinstance(error, InvalidRequest):
@@ -79,27 +82,30 @@ def _invalid_request(error: InvalidRequest) -> ClientError:
     return ClientError(400, message, param=name, code="invalid_value")
 
 
-def _server_error(status: int, code: str, message: str | None) -> Any:
+def _server_error(status: int, code: str, message: str | None = None) -> _Answer:
     return lambda error: ClientError(
         status, message or str(error), "server_error", None, code, retry=False
     )
 
 
-_ANSWERS: tuple[tuple[type[DiffusionError], Any], ...] = (
-    (OutOfMemory, lambda e: ClientError(400, str(e), code="out_of_memory")),
-    (OutputError, _server_error(507, "storage_full", "the result could not be stored; its log "
-                                "says why. Ask for response_format=b64_json")),  # fmt: skip
-    (InvalidArgument, lambda e: ClientError(400, str(e), param=e.field, code="invalid_value")),
-    (UserError, lambda e: ClientError(400, str(e), code="invalid_value")),
-    (CheckpointError, lambda _: ClientError(
-        400, "the file is damaged, or made for another model", code="bad_file")),  # fmt: skip
-    (Cancelled, lambda _: ClientError(
-        409, "the request was cancelled", code="cancelled", retry=False)),  # fmt: skip
-    (DeadlineExceeded, _server_error(504, "deadline_exceeded", None)),
-    (NonFiniteOutput, _server_error(
-        500, "non_finite_output", "the model made NaN or infinity instead of a picture")),
+def _clients_fault(code: str, message: str | None = None) -> _Answer:
+    return lambda error: ClientError(400, message or str(error), code=code)
+
+
+_NO_SPACE = "the result could not be stored; the log says why. Ask for response_format=b64_json"
+_ANSWERS: tuple[tuple[type[DiffusionError], _Answer], ...] = (
+    (OutOfMemory, _clients_fault("out_of_memory")),
+    (OutputError, _server_error(507, "storage_full", _NO_SPACE)),
+    (UserError, _clients_fault("invalid_value")),
+    (CheckpointError, _clients_fault("bad_file", "the file is damaged, or for another model")),
+    (
+        Cancelled,
+        lambda _: ClientError(409, "the request was cancelled", code="cancelled", retry=False),
+    ),
+    (DeadlineExceeded, _server_error(504, "deadline_exceeded")),
+    (NonFiniteOutput, _server_error(500, "non_finite_output", "the model made NaN or infinity")),
     (WorkerDied, _server_error(500, "worker_died", "the process that made this died")),
-)  # fmt: skip
+)
 """First match counts; what is not named here is told without its words."""
 
 

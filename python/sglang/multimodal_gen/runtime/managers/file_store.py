@@ -117,7 +117,7 @@ class LocalFileStore:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _place(self) -> Path:
-        """The folder; a private one is made when it is needed, so that nothing else needs a disk."""
+        """The folder; a private one is made when it is needed: nothing else needs a disk."""
         with self._lock:
             if self._folder is None:
                 try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 import threading
 import time
@@ -17,8 +16,6 @@ from sglang.multimodal_gen.runtime.managers.service import GenerationService
 from sglang.multimodal_gen.runtime.utils.errors import Cancelled, DiffusionError, Unavailable
 from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent, ProgressListener
 
-logger = logging.getLogger(__name__)
-
 Phase = Literal["loading", "ready", "stopping", "stopped", "failed"]
 Opener = Callable[[ProgressListener], GenerationService]
 _RETRY_WHILE_LOADING = 5.0
@@ -28,16 +25,22 @@ class Lifecycle:
     """Opens a service in a thread of its own, and closes it in order.
 
     ``open_service`` loads and warms up; it hears progress through a listener that stops it when the
-    server is told to stop. ``on_failure`` is called, from that thread, if it fails.
+    server is told to stop. ``on_ready``, with the model's name, or ``on_failure`` is called from
+    that thread.
     """
 
     def __init__(
-        self, open_service: Opener, *, on_failure: Callable[[], object] = lambda: None
+        self,
+        open_service: Opener,
+        *,
+        on_ready: Callable[[str], object] = lambda name: None,
+        on_failure: Callable[[], object] = lambda: None,
     ) -> None:
         self.phase: Phase = "loading"
         self.error: DiffusionError | None = None
         self.started_at = time.time()
         self._open_service = open_service
+        self._on_ready = on_ready
         self._on_failure = on_failure
         self._service: GenerationService | None = None
         self._dispatcher: Dispatcher | None = None
@@ -116,7 +119,7 @@ class Lifecycle:
             self._dispatcher = Dispatcher(service.scheduler)
             self._dispatcher.start()
             self.phase = "ready"
-        logger.info("ready after %.1f s", time.time() - self.started_at)
+        self._on_ready(service.served_name)
 
     def _heard(self, event: ProgressEvent) -> None:
         if self.phase != "loading":
@@ -137,4 +140,3 @@ def warm_up(model: ModelDescription, runner: Runner, *, steps: int) -> float:
         for batch in model.admit(model.sampling_params(settings)):
             runner.run(batch)
     return time.perf_counter() - start
-

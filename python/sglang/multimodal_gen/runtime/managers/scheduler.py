@@ -10,14 +10,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.multimodal_gen.runtime.managers.batch_merging import Rows, join, part_of
+from sglang.multimodal_gen.runtime.managers.batch_merging import join, part_of
 from sglang.multimodal_gen.runtime.managers.cost_model import CostModel
 from sglang.multimodal_gen.runtime.managers.runner import Restartable, Runner
+from sglang.multimodal_gen.runtime.managers.running_batch import Member, RunningBatch
 from sglang.multimodal_gen.runtime.managers.waiting_line import Ticket, WaitingLine, Watcher
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import (
     OutputBatch,
@@ -37,7 +38,6 @@ from sglang.multimodal_gen.runtime.utils.progress import Preview, ProgressEvent
 
 logger = logging.getLogger(__name__)
 
-_DENOISING_SHARE = 0.95  # of a batch's progress; decoding is the rest
 _MAX_RETRY_AFTER = 600.0
 
 
@@ -65,24 +65,6 @@ class SchedulerStatus:
     """Seconds since the running batch was last heard of; None when idle."""
 
 
-@dataclass(eq=False, slots=True)
-class _Member:
-    """A request's part in the running batch."""
-
-    ticket: Ticket
-    part: int
-    rows: Rows
-
-
-@dataclass(eq=False, slots=True)
-class _Running:
-    """A batch at work."""
-
-    batch: Req
-    members: list[_Member]
-    heard: float
-
-
 class Scheduler:
     """Runs the requests' batches on ``runner``, by the rule of `waiting_line`.
 
@@ -106,7 +88,7 @@ class Scheduler:
         self._line = WaitingLine(self.costs)
         self._alone: deque[tuple[Ticket, int]] = deque()
         self._tickets: dict[str, Ticket] = {}
-        self._running: _Running | None = None
+        self._running: RunningBatch | None = None
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._closed: str | None = None
         self._problem: str | None = None
@@ -181,7 +163,9 @@ class Scheduler:
         """End the requests whose time is over; to be called now and then, and at each step."""
         with self._changed:
             now = self.clock()
-            late = [t for t in self._tickets.values() if t.deadline is not None and t.deadline <= now]
+            late = [
+                t for t in self._tickets.values() if t.deadline is not None and t.deadline <= now
+            ]
         for ticket in late:
             assert ticket.deadline is not None
             self._end(
@@ -197,10 +181,9 @@ class Scheduler:
         """What is going on now."""
         with self._changed:
             running = self._running
-            live = [] if running is None else [m for m in running.members if not m.ticket.ended]
             return SchedulerStatus(
                 waiting=len(self._line) + len(self._alone),
-                running=len(live),
+                running=0 if running is None else len(running.live),
                 batches=self._batches,
                 problem=self._problem,
                 busy_for=None if running is None else self.clock() - running.heard,
@@ -273,7 +256,7 @@ class Scheduler:
         self._run(running)
         return True
 
-    def _run(self, running: _Running) -> None:
+    def _run(self, running: RunningBatch) -> None:
         start = self.clock()
         try:
             output = self.runner.run(running.batch)
@@ -290,16 +273,14 @@ class Scheduler:
                 self._running = None
                 self._changed.notify_all()
 
-    def _take(self) -> _Running | None:
+    def _take(self) -> RunningBatch | None:
         """The next batch, out of the line and at work; None while there is none."""
         if self._alone:
             chosen = [self._alone.popleft()]
         elif len(self._line) == 0 or self._delay_left():
             return None
         else:
-            tickets = self._line.next_batch(
-                self.limits.max_batch, together=self.limits.together
-            )
+            tickets = self._line.next_batch(self.limits.max_batch, together=self.limits.together)
             chosen = [(ticket, ticket.position) for ticket in tickets]
             for ticket in tickets:
                 ticket.position += 1
@@ -309,8 +290,8 @@ class Scheduler:
         parts = [ticket.parts[part] for ticket, part in chosen]
         control = RequestControl(self._heard, preview_listener=self._previewed)
         batch, rows = join(parts, control)
-        members = [_Member(t, part, r) for (t, part), r in zip(chosen, rows, strict=True)]
-        self._running = _Running(batch, members, self.clock())
+        members = [Member(t, part, r) for (t, part), r in zip(chosen, rows, strict=True)]
+        self._running = RunningBatch(batch, members, self.clock())
         self._batches += 1
         return self._running
 
@@ -329,44 +310,25 @@ class Scheduler:
     # What the running batch tells.
 
     def _heard(self, event: ProgressEvent) -> None:
-        running = self._running
-        if running is None or event.phase == "load":
-            return
-        running.heard = self.clock()
         self.sweep()
-        share = event.done / event.total if event.total else 1.0
-        if event.phase == "denoise":
-            done = _DENOISING_SHARE * share
-        else:
-            done = _DENOISING_SHARE + (1 - _DENOISING_SHARE) * share
-        for member in _live(running.members):
-            ticket = member.ticket
-            size = ticket.parts[member.part].batch_size
-            ticket.watcher.progressed(
-                (ticket.images_before(member.part) + size * done) / ticket.images
-            )
+        if self._running is not None:
+            self._running.tell_progress(event, self.clock())
 
     def _previewed(self, preview: Preview) -> None:
-        running = self._running
-        for member in _live([] if running is None else running.members):
-            if preview.image in member.rows.indices:
-                before = member.ticket.images_before(member.part)
-                image = before + preview.image - member.rows.start
-                member.ticket.watcher.previewed(
-                    Preview(image, preview.step, preview.total, preview.pixels)
-                )
+        if self._running is not None:
+            self._running.tell_preview(preview)
 
-    def _finished(self, running: _Running, output: OutputBatch) -> None:
-        for member in _live(running.members):
+    def _finished(self, running: RunningBatch, output: OutputBatch) -> None:
+        for member in running.live:
             ticket = member.ticket
             ticket.watcher.made(part_of(output, ticket.parts[member.part], member.rows))
             if member.part == len(ticket.parts) - 1:
                 self._end(ticket, None)
 
-    def _failed(self, running: _Running, error: DiffusionError) -> None:
+    def _failed(self, running: RunningBatch, error: DiffusionError) -> None:
         if isinstance(error, WorkerDied):
             self._recover(error)
-        live = list(_live(running.members))
+        live = running.live
         if self._problem is None and len(running.members) > 1:
             logger.warning("a batch of %d requests failed; each runs alone", len(live))
             with self._changed:
@@ -389,7 +351,8 @@ class Scheduler:
                 self._problem = None
                 return
         with self._changed:
-            busy = {m.ticket.id for m in _live(self._running.members if self._running else ())}
+            live = self._running.live if self._running else []
+            busy = {member.ticket.id for member in live}
             waiting = [t for t in self._tickets.values() if t.id not in busy]
         for ticket in waiting:
             self._end(ticket, Unavailable(f"nothing can run now: {self._problem}"))
@@ -404,7 +367,7 @@ class Scheduler:
             self._line.remove(ticket)
             self._alone = deque(entry for entry in self._alone if entry[0] is not ticket)
             running = self._running
-            if error is not None and running and not any(_live(running.members)):
+            if error is not None and running and not running.live:
                 running.batch.control.cancelled.set()
             self._changed.notify_all()
         ticket.watcher.ended(error)
@@ -415,12 +378,8 @@ class Scheduler:
         return min(max(1.0, self._line.seconds() + running), _MAX_RETRY_AFTER)
 
 
-def _live(members: Iterable[_Member]) -> Iterable[_Member]:
-    return (member for member in members if not member.ticket.ended)
-
-
 def _answer(function: Callable[[], Any], future: Future[Any]) -> None:
     try:
         future.set_result(function())
-    except Exception as error:  # the same boundary: it is raised again where the answer is read
+    except Exception as error:  # noqa: BLE001 - it is raised again where the answer is read
         future.set_exception(error)

@@ -33,6 +33,7 @@ from sglang.multimodal_gen.runtime.utils.errors import (
 from sglang.multimodal_gen.runtime.utils.progress import Preview
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkOrder:
     """What a client asks for: sampling settings by name, and how they are to be served."""
@@ -206,9 +207,7 @@ class GenerationService:
         self.jobs.add(record)  # before it can finish
         timeout = self.default_timeout if order.timeout is None else order.timeout
         try:
-            self.scheduler.submit(
-                job_id, parts, watcher, priority=order.priority, timeout=timeout
-            )
+            self.scheduler.submit(job_id, parts, watcher, priority=order.priority, timeout=timeout)
         except DiffusionError:
             self.jobs.delete(job_id)
             raise
@@ -281,4 +280,3 @@ class GenerationService:
                 loaded = f"Loaded: {', '.join(names)}." if names else "None is loaded."
                 problem = f"no adapter of that name.{did_you_mean(choice.adapter, names)} {loaded}"
                 raise InvalidRequest("lora", choice.adapter, problem)
-

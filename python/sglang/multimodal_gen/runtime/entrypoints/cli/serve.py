@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from sglang.multimodal_gen.runtime.entrypoints.cli.config_file import ConfigFile
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
@@ -36,7 +37,11 @@ def run(argv: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         missing = f"sglang serve needs the package {error.name!r}"
         raise UserError(f"{missing}: pip install 'sglang-diffusion[serve]'") from error
-    return serve(server_args, serving)
+    return serve(server_args, serving, tell=_tell)
+
+
+def _tell(sentence: str) -> None:
+    print(f"sglang: {sentence}", file=sys.stderr, flush=True)
 
 
 def read_options(argv: Sequence[str]) -> tuple[ServerArgs, ServingArgs] | None:
@@ -56,7 +61,7 @@ def read_options(argv: Sequence[str]) -> tuple[ServerArgs, ServingArgs] | None:
     if config is not None:
         config.check_keys((*model_flags, *own_flags))
 
-    def values(flags: Sequence[Flag]) -> dict[str, object]:
+    def values(flags: Sequence[Flag]) -> dict[str, Any]:
         filed = {} if config is None else config.values_of(flags)
         return filed | parser.values_of(said, flags)
 

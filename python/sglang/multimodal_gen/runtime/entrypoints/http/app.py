@@ -11,7 +11,14 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
 from sglang.multimodal_gen import __version__
-from sglang.multimodal_gen.runtime.entrypoints.http import files, health, images, jobs, loras, models
+from sglang.multimodal_gen.runtime.entrypoints.http import (
+    files,
+    health,
+    images,
+    jobs,
+    loras,
+    models,
+)
 from sglang.multimodal_gen.runtime.entrypoints.http.context import Context
 from sglang.multimodal_gen.runtime.entrypoints.http.errors import (
     BodyLimit,

@@ -23,7 +23,6 @@ from sglang.multimodal_gen.configs.task_type import DataType
 from sglang.multimodal_gen.runtime.entrypoints.http.context import Context
 from sglang.multimodal_gen.runtime.entrypoints.http.errors import (
     ApiError,
-    invalid,
     of_diffusion_error,
 )
 from sglang.multimodal_gen.runtime.entrypoints.http.image_schemas import (
@@ -305,5 +304,3 @@ async def disconnected(request: Request) -> None:
 
 def _size(array: np.ndarray) -> str:
     return f"{array.shape[1]}x{array.shape[0]}"
-
-

@@ -33,7 +33,11 @@ def _edit_body() -> dict[str, Any]:
     schema.pop("$defs", None)
     picture = {"type": "string", "format": "binary"}
     schema["properties"] |= {
-        "image": {"type": "array", "items": picture, "description": "Picture(s) to edit, in order."},
+        "image": {
+            "type": "array",
+            "items": picture,
+            "description": "Picture(s) to edit, in order.",
+        },
         "image[]": {"type": "array", "items": picture, "description": "The same."},
         "mask": {**picture, "description": "For models that take one: of the first image's size."},
     }
@@ -92,5 +96,3 @@ async def edit(request: Request) -> Any:
     finally:
         if work.cleanup is not None:  # no job took it over
             upload.close()
-
-

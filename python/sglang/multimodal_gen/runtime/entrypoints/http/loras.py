@@ -125,5 +125,3 @@ def _within(file: str, roots: tuple[str, ...]) -> Path | None:
         except (OSError, ValueError, RuntimeError):  # names that no file system takes
             continue
     return None
-
-

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -30,21 +31,27 @@ _LAST_WORDS_SECONDS = 5  # for replies that are being written when the work has 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def serve(server_args: ServerArgs, serving: ServingArgs) -> int:
+def serve(
+    server_args: ServerArgs, serving: ServingArgs, *, tell: Callable[[str], object] = logger.info
+) -> int:
     """Serve until told to stop; returns the exit code.
+
+    ``tell`` gets a sentence when the server listens, when it is ready, and when it stopped.
 
     Raises:
         UserError: the address cannot be listened on, or the model cannot be served.
         CheckpointError: the model's files are incomplete or damaged.
     """
     listener = listen(serving.http)
+    address = address_of(listener)
     with contextlib.closing(listener), _files(serving) as files:
         lifecycle = Lifecycle(
             lambda progress: open_service(server_args, serving, progress),
+            on_ready=lambda name: tell(f"ready: {name!r} is served at {address}"),
             on_failure=lambda: server.fail(),
         )
         server = Server(create_app(Context(lifecycle, serving, files)), lifecycle, serving.http)
-        logger.info("listening on %s; the model is loading", address_of(listener))
+        tell(f"listening on {address}; the model is loading")
         lifecycle.start()
         server.run(sockets=[listener])
         in_time = lifecycle.finish(serving.http.http_graceful_shutdown_timeout)
@@ -52,7 +59,7 @@ def serve(server_args: ServerArgs, serving: ServingArgs) -> int:
         raise lifecycle.error
     if lifecycle.phase == "failed":
         return 1
-    logger.info("stopped%s", "" if in_time else "; work that took too long was given up")
+    tell("stopped" if in_time else "stopped; work that took too long was given up")
     return 0
 
 
@@ -95,8 +102,6 @@ def listen(http: HttpArgs) -> socket.socket:
 
 
 def _no_listening(http: HttpArgs, error: OSError) -> UserError:
-    import errno
-
     if error.errno == errno.EADDRINUSE:
         problem = f"is in use on {http.host}. Stop what listens there, or choose another --port."
         return InvalidArgument("port", http.port, problem)

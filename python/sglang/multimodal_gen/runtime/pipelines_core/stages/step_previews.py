@@ -31,7 +31,9 @@ class StepPreviews:
         ``latents`` are those the ``prediction`` was made from, both packed.
         """
         total = len(batch.timesteps)
-        due = [i for i, count in enumerate(batch.previews) if step + 1 in preview_steps(total, count)]
+        due = [
+            i for i, count in enumerate(batch.previews) if step + 1 in preview_steps(total, count)
+        ]
         if not due or self.vae is None:
             return
         expected = config.post_denoising_loop(

@@ -233,9 +233,9 @@ def test_a_shared_batch_that_everybody_left_stops():
     bench = Bench()
     bench.submit("a", num_inference_steps=50)
     bench.submit("b", num_inference_steps=50)
-    bench.runner.on_step = lambda batch, step: step == 3 and [
-        bench.scheduler.cancel(name) for name in "ab"
-    ]
+    bench.runner.on_step = lambda batch, step: (
+        step == 3 and [bench.scheduler.cancel(name) for name in "ab"]
+    )
     bench.run()
     assert bench.runner.steps == 4
 

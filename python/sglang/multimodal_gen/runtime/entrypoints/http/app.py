@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
@@ -25,14 +26,23 @@ from sglang.multimodal_gen.runtime.entrypoints.http.errors import (
     LastResort,
     add_error_handlers,
 )
+from sglang.multimodal_gen.runtime.entrypoints.http.openapi import without_validation_replies
 
 SWEEP_SECONDS = 0.5
 _ROOMS = (images, models, jobs, loras, files, health)
 
 
+class _App(FastAPI):
+    """FastAPI, with our errors in its schema."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The schema, made once."""
+        return without_validation_replies(super().openapi())
+
+
 def create_app(context: Context) -> FastAPI:
     """The application; the model may still be loading."""
-    app = FastAPI(
+    app = _App(
         title="SGLang-Diffusion",
         version=__version__,
         summary="Pictures from diffusion models, in OpenAI's API.",

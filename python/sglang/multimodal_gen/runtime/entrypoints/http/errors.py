@@ -80,7 +80,7 @@ def of_validation(fault: Mapping[str, Any]) -> ClientError:
     where = [str(part) for part in fault["loc"] if part not in ("body", "query", "path")]
     if fault["type"] == "json_invalid":
         return ClientError(400, "the body is no valid JSON", code="invalid_json")
-    param = ".".join(where) or None
+    param = where[0] if where else None  # what follows names a kind of value, or a place in it
     if fault["type"] == "missing":
         if param is None:
             return ClientError(400, "the body is missing; send JSON", code="missing_body")

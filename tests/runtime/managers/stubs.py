@@ -51,7 +51,7 @@ class Clock:
 
 @dataclass
 class StubRunner:
-    """Runs batches at once; keeps them, heeds their control, takes ``seconds(batch)`` of a clock."""
+    """Runs batches at once and keeps them; each takes ``seconds(batch)`` of its clock."""
 
     clock: Clock | None = None
     seconds: Callable[[Req], float] = lambda batch: 1.0

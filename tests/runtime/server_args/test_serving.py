@@ -29,7 +29,9 @@ def test_no_flag_is_claimed_twice():
 def test_flags_and_a_file_become_both_records(tmp_path):
     config = tmp_path / "serve.yaml"
     config.write_text("port: 1234\nmax_queued_requests: 5\nbatching-max-size: 2\n")
-    server, serving = read_options(["--config", str(config), "--port", "99", "--device", "cpu"])
+    options = read_options(["--config", str(config), "--port", "99", "--device", "cpu"])
+    assert options is not None
+    server, serving = options
     assert (serving.http.port, serving.queue.max_queued_requests) == (99, 5)
     assert (server.batching.batching_max_size, server.platform.device) == (2, "cpu")
     config.write_text("prot: 1\n")

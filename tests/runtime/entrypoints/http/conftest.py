@@ -21,8 +21,9 @@ from runtime.managers.stubs import StubRunner
 from sglang.multimodal_gen.configs.task_type import ModelTaskType
 from sglang.multimodal_gen.runtime.entrypoints.http.app import create_app
 from sglang.multimodal_gen.runtime.entrypoints.http.context import Context
+from sglang.multimodal_gen.runtime.entrypoints.http.listening import address_of, listen
 from sglang.multimodal_gen.runtime.entrypoints.http.opening import service_of
-from sglang.multimodal_gen.runtime.entrypoints.http.server import Server, address_of, listen
+from sglang.multimodal_gen.runtime.entrypoints.http.server import Server
 from sglang.multimodal_gen.runtime.managers.file_store import LocalFileStore
 from sglang.multimodal_gen.runtime.managers.lifecycle import Lifecycle
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import time
 
 import pytest
+from PIL import Image
 
 from runtime.entrypoints.http.conftest import running
 from sglang.multimodal_gen import DiffGenerator
@@ -40,7 +43,8 @@ def live(folder, tmp_path_factory):
 def picture(live, **body):
     reply = live.generate(seed=1, size="32x32", num_inference_steps=1, **body)
     assert reply.status_code == 200, reply.text
-    return reply.json()["data"][0]["b64_json"]
+    data = base64.b64decode(reply.json()["data"][0]["b64_json"])
+    return Image.open(io.BytesIO(data)).tobytes()
 
 
 def test_an_adapter_is_loaded_used_by_name_and_unloaded(live):

@@ -92,4 +92,4 @@ def test_the_estimate_is_exact_for_a_straight_flow(worker):
         noisy = (1 - sigma) * clean + sigma * noise
         assert torch.allclose(expected_latents(batch, step, noisy, noise - clean), clean, atol=1e-6)
     batch.scheduler = object()  # another kind of schedule: the latents as they are
-    assert expected_latents(batch, 0, noisy, noise) is noisy
+    assert expected_latents(batch, 0, clean, noise) is clean

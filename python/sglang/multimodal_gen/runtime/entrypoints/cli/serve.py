@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -9,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from sglang.multimodal_gen.runtime.entrypoints.cli.config_file import ConfigFile
+from sglang.multimodal_gen.runtime.entrypoints.http.listening import listen
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.server_args.flags import Flag, flags_of
 from sglang.multimodal_gen.runtime.server_args.parser import FlagParser
 from sglang.multimodal_gen.runtime.server_args.server_args import server_flags
 from sglang.multimodal_gen.runtime.server_args.serving import SECTIONS, ServingArgs
-from sglang.multimodal_gen.runtime.utils.errors import UserError
 
 _TITLES = {
     "http": "where to listen",
@@ -32,12 +33,11 @@ def run(argv: Sequence[str]) -> int:
     server_args, serving = options
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("sglang").setLevel(server_args.observe.log_level.upper())
-    try:
+    with contextlib.closing(listen(serving.http)) as listener:
+        # Slow to import; who is told that the port is taken should not have to wait for it.
         from sglang.multimodal_gen.runtime.entrypoints.http.server import serve
-    except ModuleNotFoundError as error:
-        missing = f"sglang serve needs the package {error.name!r}"
-        raise UserError(f"{missing}: pip install 'sglang-diffusion[serve]'") from error
-    return serve(server_args, serving, tell=_tell)
+
+        return serve(server_args, serving, listener, tell=_tell)
 
 
 def _tell(sentence: str) -> None:

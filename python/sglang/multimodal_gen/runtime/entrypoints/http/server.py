@@ -1,10 +1,9 @@
-"""Runs the application: a socket first, then the model, then requests, then a clean end."""
+"""Runs the application: the model is loaded, requests are served, and then a clean end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import signal
 import socket
@@ -17,32 +16,34 @@ import uvicorn
 
 from sglang.multimodal_gen.runtime.entrypoints.http.app import create_app
 from sglang.multimodal_gen.runtime.entrypoints.http.context import Context
+from sglang.multimodal_gen.runtime.entrypoints.http.listening import address_of
 from sglang.multimodal_gen.runtime.entrypoints.http.opening import open_service
 from sglang.multimodal_gen.runtime.managers.file_store import LocalFileStore
 from sglang.multimodal_gen.runtime.managers.lifecycle import Lifecycle
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.server_args.serving import HttpArgs, ServingArgs
-from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, UserError
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 2048
 _LAST_WORDS_SECONDS = 5  # for replies that are being written when the work has ended
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(
-    server_args: ServerArgs, serving: ServingArgs, *, tell: Callable[[str], object] = logger.info
+    server_args: ServerArgs,
+    serving: ServingArgs,
+    listener: socket.socket,
+    *,
+    tell: Callable[[str], object] = logger.info,
 ) -> int:
-    """Serve until told to stop; returns the exit code.
+    """Serve on a listening socket until told to stop; returns the exit code.
 
     ``tell`` gets a sentence when the server listens, when it is ready, and when it stopped.
 
     Raises:
-        UserError: the address cannot be listened on, or the model cannot be served.
+        UserError: the model cannot be served.
         CheckpointError: the model's files are incomplete or damaged.
     """
-    listener = listen(serving.http)
     address = address_of(listener)
     with contextlib.closing(listener), _files(serving) as files:
         lifecycle = Lifecycle(
@@ -74,46 +75,6 @@ def _files(serving: ServingArgs) -> Iterator[LocalFileStore | None]:
         yield store
     finally:
         store.close()
-
-
-def listen(http: HttpArgs) -> socket.socket:
-    """The socket that clients connect to.
-
-    Raises:
-        InvalidArgument: the host is not this machine's, or the port is taken.
-    """
-    try:
-        found = socket.getaddrinfo(
-            http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except (OSError, UnicodeError) as error:
-        problem = f"cannot be resolved ({getattr(error, 'strerror', error)})."
-        raise InvalidArgument("host", http.host, problem) from error
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise _no_listening(http, error) from error
-    return listener
-
-
-def _no_listening(http: HttpArgs, error: OSError) -> UserError:
-    if error.errno == errno.EADDRINUSE:
-        problem = f"is in use on {http.host}. Stop what listens there, or choose another --port."
-        return InvalidArgument("port", http.port, problem)
-    if error.errno == errno.EACCES:
-        return InvalidArgument("port", http.port, "needs rights that this user lacks; above 1023?")
-    return InvalidArgument("host", http.host, f"cannot be listened on ({error.strerror}).")
-
-
-def address_of(listener: socket.socket) -> str:
-    """The URL of a listening socket."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):

@@ -55,7 +55,8 @@ def test_pictures_arrive_in_order_however_they_are_sent(live, tmp_path):
     """CB-024: the official client's list, repeated fields, and a single file; CB-075: inputs go."""
     three = [("a.png", picture(color=c), "image/png") for c in COLOURS]
     client = live.openai()
-    options = {"prompt": "at night", "size": "64x48", "extra_body": {"task_type": "TI2I", "num_inference_steps": 2,
+    options = {"prompt": "at night", "size": "64x48", "extra_body": {
+               "task_type": "TI2I", "num_inference_steps": 2,
                "max_sequence_length": 16, "seed": 5}}  # fmt: skip
     reply = client.images.edit(image=three, **options)
     assert reply.data[0].seed == 5

@@ -12,7 +12,13 @@ from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, Internal
 
 ENTRY = "from sglang.multimodal_gen.runtime.entrypoints.cli.main import main; "
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "COLUMNS": "100"}
-HELP = [("--help",), ("generate", "--help"), ("models", "--help"), ("version",)]
+HELP = [
+    ("--help",),
+    ("generate", "--help"),
+    ("serve", "--help"),
+    ("models", "--help"),
+    ("version",),
+]
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

@@ -12,8 +12,14 @@ from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, Internal
 
 ENTRY = "from sglang.multimodal_gen.runtime.entrypoints.cli.main import main; "
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "COLUMNS": "100"}
-HELP = [("--help",), ("generate", "--help"), ("models", "--help"), ("version",)]
-HELP += [("verify", "--help")]
+HELP = [
+    ("--help",),
+    ("generate", "--help"),
+    ("serve", "--help"),
+    ("models", "--help"),
+    ("verify", "--help"),
+    ("version",),
+]
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -60,7 +66,7 @@ def test_no_command_is_a_mistake_that_shows_the_help(sglang):
 def test_an_unknown_command_is_answered_with_the_nearest(fails):
     assert fails("generat") == (
         "there is no command 'generat'. Did you mean 'generate'? "
-        "Known: generate, models, new-model, verify, version."
+        "Known: generate, serve, models, new-model, verify, version."
     )
 
 

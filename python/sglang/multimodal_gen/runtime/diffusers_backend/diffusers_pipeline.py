@@ -36,6 +36,8 @@ class DiffusersPipeline(ComposedPipelineBase):
     pipeline_name = "DiffusersPipeline"
 
     _required_config_modules = ["pipeline"]
+    # Its calls take the request's settings, and its warnings do not say whose prompt they quote.
+    supports_dynamic_batching = False
 
     @classmethod
     def bind_checkpoint(cls, source: ModelSource, server_args: ServerArgs) -> ServerArgs:

@@ -18,8 +18,9 @@ from PIL import Image
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.entrypoints.result_files import Destination, local_path
 from sglang.multimodal_gen.runtime.layers.lora.receipt import LoRAReceipt
+from sglang.multimodal_gen.runtime.managers.finished import pixels_of, settings_of
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
-from sglang.multimodal_gen.runtime.managers.ranks.follower import follow, is_front
+from sglang.multimodal_gen.runtime.managers.open_worker import open_worker
 from sglang.multimodal_gen.runtime.managers.worker import Worker
 from sglang.multimodal_gen.runtime.managers.worker_group import WorkerGroup
 from sglang.multimodal_gen.runtime.models.external_packages import load_external_packages
@@ -170,20 +171,8 @@ class DiffGenerator:
         model = ModelDescription.find(resolution.args, pipeline_config)
         if before_loading is not None:
             before_loading(model)
-        parallel = resolution.args.parallel
-        if not is_front(parallel, launched):
-            follow(model, launched)
-            raise SystemExit(0)
-        if parallel.layout.world_size > 1:
-            worker = WorkerGroup(model, progress=progress, launched=launched)
-        else:
-            worker = Worker(model, progress=progress)
-        notes = (
-            *resolution.notes,
-            *model.info.notes,
-            *worker.pipeline.notes,
-            *(receipt.summary() for receipt in worker.lora_receipts),
-        )
+        worker = open_worker(model, progress=progress, launched=launched)
+        notes = (*resolution.notes, *model.info.notes, *worker.notes)
         return cls(worker, notes=notes, load_seconds=time.perf_counter() - start)
 
     def generate(
@@ -378,18 +367,19 @@ def merge_results(parts: Sequence[GenerationResult]) -> GenerationResult:
 def _result(
     output: OutputBatch, params: SamplingParams, model: ModelDescription, load_seconds: float
 ) -> GenerationResult:
-    pixels = (output.output * 255).round().byte().permute(0, 2, 3, 1).numpy()
     return GenerationResult(
         images=[
-            GeneratedImage(np.ascontiguousarray(array), prompt, seed)
-            for array, prompt, seed in zip(pixels, output.prompt, output.seeds, strict=True)
+            GeneratedImage(array, prompt, seed)
+            for array, prompt, seed in zip(
+                pixels_of(output.output), output.prompt, output.seeds, strict=True
+            )
         ],
         timings=output.timings,
         load_seconds=load_seconds,
         peak_memory_mb=output.peak_memory_mb,
         warnings=output.warnings,
         model=model.source.name,
-        parameters=_parameters(params),
+        parameters=settings_of(params),
         backend=model.info.backend,
     )
 
@@ -406,17 +396,3 @@ def _check_call(settings: object, progress: object, cancelled: object) -> None:
         raise UserError(f"progress={progress!r:.40} must be a function of one ProgressEvent")
     if cancelled is not None and not isinstance(cancelled, threading.Event):
         raise UserError(f"cancelled={cancelled!r:.40} must be a threading.Event")
-
-
-def _parameters(params: SamplingParams) -> dict[str, Any]:
-    """The settings in force, without what each image carries itself (prompt and seed)."""
-    values = {
-        name: getattr(params, name)
-        for name in params.field_names()
-        if name not in ("prompt", "seed")
-    }
-    choices = params.lora_choices
-    if choices is not None:
-        values["lora"] = [choice.as_setting() for choice in choices]
-    values["task_type"] = getattr(values["task_type"], "name", values["task_type"])
-    return {name: value for name, value in values.items() if value is not None}

@@ -14,6 +14,7 @@ from sglang.multimodal_gen.configs.sample.sampling_params import (
     SamplingParams,
     is_blank,
 )
+from sglang.multimodal_gen.configs.task_type import DataType
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, RequestControl
 from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest
 
@@ -26,12 +27,15 @@ def admit(
     *,
     batching_max_size: int,
     control: RequestControl | None = None,
+    data_type: DataType | None = None,
+    previews: int = 0,
 ) -> list[Req]:
     """Turn settings into batches that the pipeline can run.
 
     The images of a request are its prompts in order, ``num_outputs_per_prompt`` of each; image k of
     the request has seed ``seed + k``. They are cut into batches of at most ``batching_max_size``.
-    ``params`` is sealed.
+    ``params`` is sealed. ``data_type`` is what the door that the request came through makes;
+    ``previews`` is how many looks at each unfinished image the caller wants.
 
     Raises:
         InvalidRequest: a setting does not fit the model; names field, value and remedy.
@@ -41,6 +45,7 @@ def admit(
     prompts = _prompts(params)
     task_type = config.resolve_task_type(
         params.task_type,
+        data_type=data_type,
         has_image=bool(params.image_paths),
         has_video=bool(params.video_paths),
     )
@@ -76,6 +81,7 @@ def admit(
             task_type=task_type,
             data_type=task_type.data_type(),
             control=control,
+            previews=[previews] * len(seeds[start : start + batching_max_size]) if previews else [],
             warnings=list(warnings),
         )
         for start in range(0, len(seeds), batching_max_size)

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
+from sglang.multimodal_gen.configs.task_type import DataType
 from sglang.multimodal_gen.registry import REGISTRY, ModelInfo
 from sglang.multimodal_gen.runtime.loader.lora_file import find_lora_file
 from sglang.multimodal_gen.runtime.loader.model_source import (
@@ -94,13 +95,31 @@ class ModelDescription:
         """
         return self.info.sampling_param_cls.from_values({**self.sampling_defaults, **values})
 
-    def admit(self, params: SamplingParams, control: RequestControl | None = None) -> list[Req]:
+    def admit(
+        self,
+        params: SamplingParams,
+        control: RequestControl | None = None,
+        *,
+        data_type: DataType | None = None,
+        previews: int = 0,
+    ) -> list[Req]:
         """Batches for a request; see `admission.admit`."""
         self._check_adapters(params)
+        return admit(
+            params,
+            self.config,
+            batching_max_size=self.server_args.batching.batching_max_size,
+            control=control,
+            data_type=data_type,
+            previews=previews,
+        )
+
+    @property
+    def config(self) -> PipelineConfig:
+        """The family's pipeline config with the checkpoint's facts."""
         config = self.server_args.pipeline_config
-        assert config is not None
-        size = self.server_args.batching.batching_max_size
-        return admit(params, config, batching_max_size=size, control=control)
+        assert config is not None, "find() puts one in"
+        return config
 
     def check_adapter_names(self, params: SamplingParams) -> None:
         """Refuse a request's adapter that start-up does not load, where nobody else will load it.

@@ -22,6 +22,7 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     InternalError,
     OutOfMemory,
     UserError,
+    WorkerDied,
 )
 from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
 
@@ -51,6 +52,8 @@ class Worker(LoRAVerbs):
             parallel=parallel,
         )
         self.lora_receipts = self._start_adapters()
+        self.notes = (*self.pipeline.notes, *(r.summary() for r in self.lora_receipts))
+        """One sentence for each choice that was made while loading."""
 
     @property
     def lora_pipeline(self) -> LoRAPipeline:
@@ -97,6 +100,17 @@ class Worker(LoRAVerbs):
 
     def close(self) -> None:
         """Nothing to end: the model goes when nobody holds the worker any more."""
+
+    def check(self) -> None:
+        """Ask the device for a small sum: a GPU that faulted answers nothing any more.
+
+        Raises:
+            WorkerDied: it does not answer.
+        """
+        try:
+            torch.ones(2, device=self.model.server_args.platform.device).sum().item()
+        except RuntimeError as error:
+            raise WorkerDied(f"the device does not answer: {error}") from error
 
     def _start_adapters(self) -> tuple[LoRAReceipt, ...]:
         """Put the server arguments' adapters in force."""

@@ -64,6 +64,8 @@ class WorkerGroup(LoRAVerbs):
         self.dealt: Counter[int] = Counter()
         """Batches given to each replica."""
         self.lora_receipts: tuple[LoRAReceipt, ...] = ()
+        self.notes: tuple[str, ...] = ()
+        """One sentence for each choice that rank 0 made while loading."""
         self._launched = launched
         self._history: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self._open(progress)
@@ -156,7 +158,7 @@ class WorkerGroup(LoRAVerbs):
                 "load",
                 patience=Patience(LOADING_SECONDS, LOADING_SECONDS),
             )
-            self.lora_receipts = _loaded(order, progress)
+            self.lora_receipts, self.notes = _loaded(order, progress)
         except BaseException:
             self.close()
             raise
@@ -259,8 +261,10 @@ class _Running:
         return False
 
 
-def _loaded(order: OrderUnderWay, progress: ProgressListener | None) -> tuple[LoRAReceipt, ...]:
-    """Wait until a model is loaded; returns the receipts of the adapters in force."""
+def _loaded(
+    order: OrderUnderWay, progress: ProgressListener | None
+) -> tuple[tuple[LoRAReceipt, ...], tuple[str, ...]]:
+    """Wait until a model is loaded; returns the receipts of the adapters in force, and notes."""
     while True:
         _, event = order.events.get()
         if isinstance(event, ProgressEvent):

@@ -6,10 +6,13 @@ import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+from PIL import Image
 
+from sglang.multimodal_gen.configs.task_type import ModelTaskType
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentLoader,
@@ -48,6 +51,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages import (
     TimestepPreparationStage,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.stages.guidance import guidance_for
+from sglang.multimodal_gen.runtime.pipelines_core.stages.step_previews import StepPreviews
 from sglang.multimodal_gen.runtime.platforms.copy_lane import copy_lane
 from sglang.multimodal_gen.runtime.platforms.device import peak_memory_mb, reset_peak_memory
 from sglang.multimodal_gen.runtime.platforms.memory import memory_facts
@@ -95,6 +99,9 @@ class ComposedPipelineBase(ABC):
     alias where the pipeline uses one."""
     default_component_configs: ClassVar[dict[str, dict[str, Any]]] = {}
     """What ``config.json`` says, by component, for checkpoints that lack it (one bare file)."""
+    supports_dynamic_batching: ClassVar[bool] = True
+    """Whether requests of several callers may share a batch: every stage must go by the batch's
+    prompts, negative prompts and seeds, one an image, and not by ``batch.request``'s."""
 
     def __init__(
         self,
@@ -193,6 +200,20 @@ class ComposedPipelineBase(ABC):
         keys = dict.fromkeys(cls._index_names().values())
         denoiser = cls._extra_config_module_map.get("transformer", "transformer")
         return Layout(cls.pipeline_name, tuple(keys), denoiser)
+
+    @classmethod
+    def warmup_settings(cls, task: ModelTaskType, folder: Path) -> dict[str, Any]:
+        """Sampling settings of the request that warms a server up, for the model's default task.
+
+        Anything left out is the model's default. A task that needs a picture gets a grey one,
+        written into ``folder``; a family whose task needs more overrides this.
+        """
+        settings: dict[str, Any] = {"prompt": "warm-up", "seed": 0}
+        if task.requires_image_input:
+            path = folder / "warmup.png"
+            Image.new("RGB", (64, 64), (127, 127, 127)).save(path)
+            settings["image_path"] = str(path)
+        return settings
 
     def _check_loaders(self) -> None:
         """A loader chosen for a name that no component has would be passed over in silence."""
@@ -345,6 +366,7 @@ class ComposedPipelineBase(ABC):
                 self._required(transformer_key),
                 self._required(scheduler_key),
                 guidance_for(self.parallel.cfg),
+                previews=StepPreviews(self.get_module("vae")),
             ),
             "denoising_stage",
         )
@@ -402,4 +424,5 @@ class ComposedPipelineBase(ABC):
             timings=batch.timings,
             peak_memory_mb=peak_memory_mb(device),
             warnings=batch.warnings,
+            warned_images=batch.warned_images,
         )

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
 from sglang.multimodal_gen.configs.task_type import DataType, ModelTaskType
 from sglang.multimodal_gen.runtime.utils.errors import CallbackFailed, Cancelled
-from sglang.multimodal_gen.runtime.utils.progress import Phase, ProgressEvent, ProgressListener
+from sglang.multimodal_gen.runtime.utils.progress import (
+    Phase,
+    Preview,
+    PreviewListener,
+    ProgressEvent,
+    ProgressListener,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -20,13 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RequestControl:
-    """The caller's end of a running request: hears progress, and can stop it.
+    """The caller's end of a running request: hears progress, sees previews, and can stop it.
 
     Setting ``cancelled`` ends the request within one denoising step, with `Cancelled`.
     """
 
     listener: ProgressListener | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
+    preview_listener: PreviewListener | None = None
 
     def report(self, phase: Phase, done: int, total: int, label: str) -> None:
         """Tell the caller how far a phase has come; stop here if asked to.
@@ -40,6 +47,15 @@ class RequestControl:
         try:
             self.listener(ProgressEvent(phase, done, total, label))
         except Exception as error:  # the boundary to the caller's code: not to be taken for ours
+            raise CallbackFailed(error) from error
+
+    def show(self, preview: Preview) -> None:
+        """Give the caller a look at an unfinished image."""
+        if self.preview_listener is None:
+            return
+        try:
+            self.preview_listener(preview)
+        except Exception as error:  # the same boundary
             raise CallbackFailed(error) from error
 
 
@@ -85,6 +101,8 @@ class Req:
     task_type: ModelTaskType | None = None
     data_type: DataType = DataType.IMAGE
     control: RequestControl = field(default_factory=RequestControl)
+    previews: list[int] = field(default_factory=list)
+    """How many previews of each image the caller wants; empty is none."""
 
     # Input images.
     generator: list[torch.Generator] = _by_a_stage()
@@ -113,12 +131,21 @@ class Req:
     # Result: float32 [B, C, H, W] in 0..1, on the CPU.
     output: Tensor = _by_a_stage()
     warnings: list[str] = field(default_factory=list)
+    warned_images: dict[str, list[int]] = field(default_factory=dict)
+    """The images that a warning is about, for those that are not about all of the batch."""
     timings: dict[str, float] = field(default_factory=dict)
 
     @property
     def batch_size(self) -> int:
         """Images in this batch (B)."""
         return len(self.seeds)
+
+    def warn(self, text: str, images: Iterable[int]) -> None:
+        """Add a warning that concerns some images alone: only their callers will read it."""
+        about = self.warned_images.setdefault(text, [])
+        about += [image for image in images if image not in about]
+        if text not in self.warnings:
+            self.warnings.append(text)
 
     def release(self, name: str) -> None:
         """Let go of what a stage wrote into a field: it reads as if no stage had."""
@@ -161,7 +188,8 @@ class OutputBatch:
     """What a pipeline returns for one `Req`.
 
     ``output`` is float32 [B, C, H, W] in 0..1 on the CPU; ``timings`` are seconds by stage, in
-    running order; ``peak_memory_mb`` is the device's (CPU: the process's) peak in MiB.
+    running order; ``peak_memory_mb`` is the device's (CPU: the process's) peak in MiB;
+    ``warned_images`` are the images that a warning is about, where it is not about all.
     """
 
     request_id: str
@@ -171,3 +199,4 @@ class OutputBatch:
     timings: dict[str, float]
     peak_memory_mb: float
     warnings: list[str]
+    warned_images: dict[str, list[int]] = field(default_factory=dict)

@@ -12,6 +12,9 @@
     ├── CheckpointError (ValueError)  a checkpoint is incomplete, damaged or of another shape
     ├── PipelineDefinitionError (TypeError)  a porter's pipeline, stage or registration is wrong
     ├── Cancelled                  the caller asked to stop; not a failure
+    ├── DeadlineExceeded           the request's own time limit passed: HTTP 504
+    ├── Unavailable                not now, perhaps later: HTTP 503
+    │   └── QueueFull              too much waits already: HTTP 429
     ├── CallbackFailed             the caller's progress callback raised; its error is the cause
     └── InternalError              our fault: exit code 1, HTTP 5xx
         ├── NonFiniteOutput        a component produced NaN or infinity
@@ -38,6 +41,7 @@ class InvalidRequest(UserError):
     def __init__(self, field: str, value: object, problem: str) -> None:
         self.field = field
         self.value = value
+        self.problem = problem
         super().__init__(f"{field}={_shown(value)}: {problem}")
 
 
@@ -72,6 +76,22 @@ class PipelineDefinitionError(DiffusionError, TypeError):
 
 class Cancelled(DiffusionError):
     """Work stopped because the caller asked for it."""
+
+
+class DeadlineExceeded(DiffusionError):
+    """The time that a request set for itself passed before it was done."""
+
+
+class Unavailable(DiffusionError):
+    """The server cannot take this now; ``retry_after`` is when to ask again, in seconds."""
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        self.retry_after = retry_after
+        super().__init__(message)
+
+
+class QueueFull(Unavailable):
+    """As much waits as the operator allows."""
 
 
 class CallbackFailed(DiffusionError):

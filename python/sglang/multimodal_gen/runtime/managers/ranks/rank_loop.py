@@ -115,7 +115,7 @@ class RankLoop:
     def _do(self, order: Order) -> Any:
         if order.verb == "load":
             worker = self._worker = self._load(order.id)
-            return worker.lora_receipts if self._task.rank == 0 else None
+            return (worker.lora_receipts, worker.notes) if self._task.rank == 0 else None
         assert self._worker is not None, f"{order.verb} before load"
         arguments = pickle.loads(order.arguments)
         if order.verb == "run":

@@ -20,6 +20,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages.vae_work import VAEWork
 from sglang.multimodal_gen.runtime.server_args.vae_section import VAEArgs
 
 if TYPE_CHECKING:
+    from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
     from sglang.multimodal_gen.runtime.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -60,10 +61,6 @@ class DecodingStage(PipelineStage):
             NonFiniteOutput: the latents or the picture hold NaN or infinity, on whichever rank.
         """
         config = self.pipeline_config(server_args)
-        parameter = next(self.vae.parameters())
-        scale, shift = config.get_decode_scale_and_shift(
-            parameter.device, parameter.dtype, self.vae
-        )
         require_finite(batch.latents, "the denoiser's result", self.control)
         if self.work.mode_for(batch.latents) != self.work.mode:
             batch.warnings.append(
@@ -73,9 +70,9 @@ class DecodingStage(PipelineStage):
         pictures = []
         for index, latents in enumerate(batch.latents.split(1)):
             batch.control.report("decode", index, batch.batch_size, "decoding")
-            picture = self._decode_together((latents / scale + shift).to(parameter.dtype))
+            picture = self._decode_together(as_the_vae_takes_them(self.vae, config, latents))
             require_finite(picture, "the VAE's picture", self.control)
-            pictures.append(_to_unit_range(picture))
+            pictures.append(to_unit_range(picture))
         batch.control.report("decode", batch.batch_size, batch.batch_size, "decoding")
         batch.output = torch.cat(pictures)
         return batch
@@ -97,5 +94,23 @@ class DecodingStage(PipelineStage):
             raise
 
 
-def _to_unit_range(picture: Tensor) -> Tensor:
+def decode_latents(vae: Any, config: PipelineConfig, latents: Tensor) -> Tensor:
+    """The denoiser's latents [1, C, h, w] as pixels [1, 3, H, W] in 0..1, on the CPU; unchecked."""
+    return to_unit_range(_decoded(vae, as_the_vae_takes_them(vae, config, latents)))
+
+
+def as_the_vae_takes_them(vae: Any, config: PipelineConfig, latents: Tensor) -> Tensor:
+    """Latents in the VAE's scale and dtype."""
+    parameter = next(vae.parameters())
+    scale, shift = config.get_decode_scale_and_shift(parameter.device, parameter.dtype, vae)
+    return (latents / scale + shift).to(parameter.dtype)
+
+
+def to_unit_range(picture: Tensor) -> Tensor:
+    """Pixels in -1..1 as float32 in 0..1, on the CPU."""
     return (picture / 2 + 0.5).clamp(0, 1).float().cpu()
+
+
+def _decoded(vae: Any, latents: Tensor) -> Tensor:
+    decoded = vae.decode(latents, return_dict=False)
+    return decoded if isinstance(decoded, Tensor) else decoded[0]

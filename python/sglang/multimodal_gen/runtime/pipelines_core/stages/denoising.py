@@ -12,6 +12,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.role import RoleType
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
 from sglang.multimodal_gen.runtime.pipelines_core.stages.guidance import ClassifierFreeGuidance
+from sglang.multimodal_gen.runtime.pipelines_core.stages.step_previews import StepPreviews
 from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class DenoisingStage(PipelineStage):
             "height",
             "width",
             "task_type",
+            "previews",
         }
     )
     writes = frozenset({"latents", "model_state", "scheduler"})
@@ -53,9 +55,11 @@ class DenoisingStage(PipelineStage):
         transformer: nn.Module,
         scheduler: Any,
         guidance: ClassifierFreeGuidance | None = None,
+        previews: StepPreviews | None = None,
     ) -> None:
         self.transformer = transformer
         self.scheduler = scheduler
+        self.previews = StepPreviews() if previews is None else previews
         self.guidance = ClassifierFreeGuidance() if guidance is None else guidance
 
     def forward(self, batch: Req, server_args: ServerArgs) -> Req:
@@ -71,6 +75,7 @@ class DenoisingStage(PipelineStage):
             model_input = _scaled(scheduler, latents, t)
             t_B = t.expand(len(latents))
             prediction = self.guidance.predict(self.transformer, config, batch, model_input, t_B)
+            self.previews.show(batch, config, step, latents, prediction)
             latents = scheduler.step(prediction, t, latents, return_dict=False)[0]
             batch.control.report("denoise", step + 1, total, "denoising")
         batch.latents = config.post_denoising_loop(latents, batch)

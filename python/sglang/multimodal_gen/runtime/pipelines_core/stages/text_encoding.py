@@ -91,7 +91,8 @@ class TextEncodingStage(PipelineStage):
             self.text_encoders, self.tokenizers, configs, strict=True
         ):
             for prompt in distinct:
-                _warn_if_cut(batch, prompt, tokenizer, config, label)
+                about = [image for image, given in enumerate(prompts) if given == prompt]
+                _warn_if_cut(batch, prompt, about, tokenizer, config, label)
             encoded = [self.encode_one(batch, p, encoder, tokenizer, config) for p in distinct]
             values = torch.cat([value for value, _ in encoded])
             require_finite(values, f"{type(encoder).__name__}'s embedding of the {label}")
@@ -136,7 +137,12 @@ def _padded_length(batch: Req, tokenizer: Any, config: EncoderConfig) -> int:
 
 
 def _warn_if_cut(
-    batch: Req, prompt: str, tokenizer: Any, config: EncoderConfig, label: str
+    batch: Req,
+    prompt: str,
+    images: Sequence[int],
+    tokenizer: Any,
+    config: EncoderConfig,
+    label: str,
 ) -> None:
     """A cut prompt is never silent: the warning names the encoder's limit and the lost words."""
     length = _padded_length(batch, tokenizer, config)
@@ -149,8 +155,7 @@ def _warn_if_cut(
         f"{label} cut: {type(tokenizer).__name__} takes {length} tokens and the {label} has "
         f"{count}; this encoder did not see {shown!r}"
     )
-    if warning not in batch.warnings:
-        batch.warnings.append(warning)
+    batch.warn(warning, images)
 
 
 def _lost_words(prompt: str, tokenizer: Any, length: int) -> str:

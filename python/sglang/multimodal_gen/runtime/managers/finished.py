@@ -1,0 +1,40 @@
+"""What a finished batch is to its caller: pixels as numbers, and the settings that made them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
+
+_OF_EACH_IMAGE = ("prompt", "seed")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FinishedImage:
+    """One picture: uint8 [H, W, 3], and what made it."""
+
+    array: np.ndarray = field(repr=False)
+    prompt: str
+    seed: int
+
+
+def pixels_of(output: Tensor) -> list[np.ndarray]:
+    """uint8 [H, W, 3] of each image of float [B, 3, H, W] in 0..1."""
+    pixels = (output * 255).round().byte().permute(0, 2, 3, 1).numpy()
+    return [np.ascontiguousarray(array) for array in pixels]
+
+
+def settings_of(params: SamplingParams) -> dict[str, Any]:
+    """The settings in force, without what each image carries itself (prompt and seed)."""
+    values = {
+        name: getattr(params, name) for name in params.field_names() if name not in _OF_EACH_IMAGE
+    }
+    choices = params.lora_choices
+    if choices is not None:
+        values["lora"] = [choice.as_setting() for choice in choices]
+    values["task_type"] = getattr(values["task_type"], "name", values["task_type"])
+    return {name: value for name, value in values.items() if value is not None}

@@ -12,8 +12,7 @@ from torch import Tensor
 
 import sglang.multimodal_gen
 from sglang.multimodal_gen.runtime.models.vaes.autoencoder_kl import AutoencoderKL
-
-from parity.tiny_weights import fill_with_noise
+from sglang.multimodal_gen.runtime.verify.tiny_weights import fill_with_noise
 
 BUNDLED = Path(str(sglang.multimodal_gen.__file__)).parent / "bundled/demo/vae"
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from parity.tiny_checkpoints import flux_dev
+from parity.tiny_checkpoints import flux_for_ranks
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny FLUX-layout checkpoint for all doors to open; copied, never changed."""
+    """A tiny FLUX-layout checkpoint for all doors to open, on one rank or two; never changed."""
     path = tmp_path_factory.mktemp("tiny") / "flux"
-    flux_dev().write(path)
+    flux_for_ranks().write(path)
     return path

@@ -26,7 +26,7 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     WorkerDied,
 )
 
-PAIR = script_model(num_gpus=2)
+PAIR = script_model(num_gpus=2, enable_cfg_parallel=True)
 PROGRAM = "import rank_stubs, sys, time, threading, os\n"
 
 
@@ -310,9 +310,9 @@ def test_each_rank_imports_the_packages_of_others_once(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_what_cannot_be_loaded_leaves_no_process_behind():
     with pytest.raises(CheckpointError, match="weight 'x' is missing"):
-        WorkerGroup(script_model("broken", num_gpus=2))
+        WorkerGroup(script_model("broken", num_gpus=2, enable_cfg_parallel=True))
     with pytest.raises(WorkerDied, match=r"rank 1 failed during the loading of broken on 1"):
-        WorkerGroup(script_model("broken on 1", num_gpus=2))
+        WorkerGroup(script_model("broken on 1", num_gpus=2, enable_cfg_parallel=True))
     assert not [pid for pid in children(os.getpid()) if is_running(pid)]
 
 
@@ -336,7 +336,7 @@ from rank_stubs import *
 from sglang.multimodal_gen.runtime.managers.worker_group import WorkerGroup
 kept = []
 def hold():
-    group = WorkerGroup(script_model(num_gpus=2))
+    group = WorkerGroup(script_model(num_gpus=2, enable_cfg_parallel=True))
     kept.append(group)
     print(*group.pids.values(), flush=True)
     if sys.argv[1] == "busy":
@@ -368,7 +368,7 @@ import logging
 from rank_stubs import *
 from sglang.multimodal_gen.runtime.managers.worker_group import WorkerGroup
 logging.basicConfig(format="%(name)s says %(message)s")
-group = WorkerGroup(script_model(num_gpus=2))
+group = WorkerGroup(script_model(num_gpus=2, enable_cfg_parallel=True))
 group.run(script(group.model, "shout all")[0])
 try:
     group.run(script(group.model, "bug 1")[0])
@@ -395,6 +395,6 @@ def test_ranks_that_others_started_cannot_be_started_from_here():
     group = object.__new__(WorkerGroup)
     group._launched = None
     address = {"nnodes": 2, "dist_init_addr": "127.0.0.1:29500"}
-    group.model = script_model(num_gpus=2, **address)
+    group.model = script_model(num_gpus=2, enable_cfg_parallel=True, **address)
     with pytest.raises(UserError, match="start the commands again"):
         group.restart()

@@ -6,6 +6,7 @@ from sglang.multimodal_gen.runtime.platforms.device import DeviceFacts
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.server_args.parallel_args import ParallelArgs
 from sglang.multimodal_gen.runtime.server_args.resolve import resolve
+from sglang.multimodal_gen.runtime.server_args.resolve_parallel import fit_heads
 from sglang.multimodal_gen.runtime.utils.environ import LaunchedRank
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 
@@ -185,3 +186,30 @@ def test_any_sizes_are_a_layout_or_refused(said, facts, started):
     again = resolve(result.args, facts, launched)
     assert again.args == result.args
     assert again.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("asked", "ulysses", "heads", "expected"),
+    [
+        ({"num_gpus": 4}, 4, [24], (4, 1)),
+        ({"num_gpus": 2}, 2, [5], (1, 2)),
+        ({"num_gpus": 4}, 4, [6], (2, 2)),
+        ({"num_gpus": 4}, 4, [24, 6], (2, 2)),
+        ({"num_gpus": 4}, 4, [], (4, 1)),
+        ({"ulysses_degree": 2}, 2, [5], (2, 1)),
+    ],
+)
+def test_a_chosen_ulysses_degree_fits_the_heads(asked, ulysses, heads, expected):
+    """What was asked for stays, to be refused by name where it cannot be."""
+    resolved = ParallelArgs(num_gpus=ulysses, ulysses_degree=ulysses, ring_degree=1, tp_size=1)
+    fitted, notes = fit_heads(ParallelArgs(**asked), resolved, heads)
+    assert (fitted.ulysses_degree, fitted.ring_degree) == expected
+    assert fitted.layout.world_size == ulysses
+    assert len(notes) == (fitted != resolved)
+
+
+def test_heads_are_counted_on_a_rank_of_tensor_parallelism():
+    resolved = ParallelArgs(num_gpus=4, ulysses_degree=2, ring_degree=1, tp_size=2)
+    fitted, notes = fit_heads(ParallelArgs(num_gpus=4, tp_size=2), resolved, [6])
+    assert (fitted.ulysses_degree, fitted.ring_degree, fitted.tp_size) == (1, 2, 2)
+    assert "6 attention heads" in notes[0]

@@ -150,7 +150,7 @@ from sglang.multimodal_gen.runtime.managers.worker_group import WorkerGroup
 from sglang.multimodal_gen.runtime.managers.ranks.follower import follow, is_front
 from sglang.multimodal_gen.runtime.utils.environ import launched_rank
 from sglang.multimodal_gen.runtime.utils.errors import WorkerDied
-place, model = launched_rank(), script_model(num_gpus=2)
+place, model = launched_rank(), script_model(num_gpus=2, enable_cfg_parallel=True)
 if not is_front(model.server_args.parallel, place):
     follow(model, place)
     sys.exit(0)

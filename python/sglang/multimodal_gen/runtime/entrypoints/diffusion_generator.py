@@ -169,10 +169,11 @@ class DiffGenerator:
         launched = launched_rank()
         resolution = resolve(server_args, device_facts(), launched)
         model = ModelDescription.find(resolution.args, pipeline_config)
+        model, fitted = model.fitted(server_args.parallel)
         if before_loading is not None:
             before_loading(model)
         worker = open_worker(model, progress=progress, launched=launched)
-        notes = (*resolution.notes, *model.info.notes, *worker.notes)
+        notes = (*resolution.notes, *fitted, *model.info.notes, *worker.notes)
         return cls(worker, notes=notes, load_seconds=time.perf_counter() - start)
 
     def generate(

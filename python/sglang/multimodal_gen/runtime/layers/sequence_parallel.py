@@ -43,15 +43,23 @@ def check_denoiser(
     """
     if parallel.sp.size == 1:
         return
-    plan = _needed_plan(model_class, parallel, name)
-    argument = inspect.signature(model_class).parameters.get(plan.heads)
-    heads = config.get(plan.heads, None if argument is None else argument.default)
-    tp = parallel.tp.size
-    if isinstance(heads, int) and heads % tp == 0:  # tensor parallelism refuses the others
+    _needed_plan(model_class, parallel, name)
+    heads, tp = heads_of(model_class, config), parallel.tp.size
+    if heads is not None and heads % tp == 0:  # tensor parallelism refuses the others
         label = f"{name} ({model_class.__name__})"
         if tp > 1:
             label = f"each of the tp_size={tp} ranks of {label}"
         check_heads(label, heads // tp, parallel.ulysses.size)
+
+
+def heads_of(model_class: type, config: Mapping[str, Any]) -> int | None:
+    """The number of heads that a denoiser will have; None if it has no plan, or does not tell."""
+    plan = sequence_plan(model_class)
+    if plan is None:
+        return None
+    argument = inspect.signature(model_class).parameters.get(plan.heads)
+    heads = config.get(plan.heads, None if argument is None else argument.default)
+    return heads if isinstance(heads, int) else None
 
 
 def split_denoiser(denoiser: nn.Module, parallel: ParallelState, name: str) -> bool:

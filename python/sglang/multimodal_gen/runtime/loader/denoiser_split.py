@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
-from sglang.multimodal_gen.runtime.layers.sequence_parallel import check_denoiser, split_denoiser
+from sglang.multimodal_gen.runtime.layers.sequence_parallel import (
+    check_denoiser,
+    heads_of,
+    split_denoiser,
+)
 from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes import library_class
 from sglang.multimodal_gen.runtime.loader.components import read_component_configs, role_of
 from sglang.multimodal_gen.runtime.loader.model_source import ModelSource
@@ -36,18 +40,41 @@ def check_denoisers(
     """
     if parallel.sp.size == 1:
         return
+    for name, cls, config in _classes(source, names, server_args, default_configs):
+        check_denoiser(cls, config, parallel, name)
+
+
+def denoiser_heads(
+    source: ModelSource,
+    names: Mapping[str, str],
+    server_args: ServerArgs,
+    default_configs: Mapping[str, Mapping[str, Any]],
+) -> tuple[int, ...]:
+    """The number of attention heads of each denoiser that has an ``SP_PLAN``; reads JSON alone."""
+    found = _classes(source, names, server_args, default_configs)
+    heads = (heads_of(cls, config) for _, cls, config in found)
+    return tuple(number for number in heads if number is not None)
+
+
+def _classes(
+    source: ModelSource,
+    names: Mapping[str, str],
+    server_args: ServerArgs,
+    default_configs: Mapping[str, Mapping[str, Any]],
+) -> Iterator[tuple[str, type, Mapping[str, Any]]]:
+    """The denoisers: their names, classes and configs; the loader speaks of those left out here."""
     configs = {**default_configs, **read_component_configs(source, names, server_args)}
     for name in _denoisers(names):
         config = configs.get(name, {})
         library, indexed = source.components.get(names[name]) or (None, None)
         architecture = config.get("_class_name") or indexed
         if not isinstance(architecture, str):
-            continue  # the loader says so
+            continue
         if ModelRegistry.knows(architecture):
             cls = ModelRegistry.resolve_model_cls(architecture)[0]
         else:
             cls = library_class(name, library, architecture)
-        check_denoiser(cls, config, parallel, name)
+        yield name, cls, config
 
 
 def split_denoisers(

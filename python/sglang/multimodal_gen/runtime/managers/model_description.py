@@ -21,7 +21,9 @@ from sglang.multimodal_gen.runtime.pipelines_core.lora_arguments import not_load
 from sglang.multimodal_gen.runtime.pipelines_core.lora_pipeline import LoRAPipeline
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, RequestControl
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.server_args.parallel_args import ParallelArgs
 from sglang.multimodal_gen.runtime.server_args.resolve import check_backend
+from sglang.multimodal_gen.runtime.server_args.resolve_parallel import fit_heads
 from sglang.multimodal_gen.runtime.utils.errors import (
     CheckpointError,
     InvalidArgument,
@@ -86,6 +88,19 @@ class ModelDescription:
         except InvalidRequest as error:
             raise CheckpointError(f"sampling_params.json of {source.name}: {error}") from error
         return cls(source, info, args, defaults)
+
+    def fitted(self, asked: ParallelArgs) -> tuple[Self, tuple[str, ...]]:
+        """The same with ranks that fit its heads, and a sentence if that changed what was chosen.
+
+        ``asked`` are the arguments as the user gave them.
+        """
+        parallel = self.server_args.parallel
+        if parallel.layout.world_size == 1:
+            return self, ()
+        heads = self.info.pipeline_cls.attention_heads(self.source, self.server_args)
+        parallel, notes = fit_heads(asked, parallel, heads)
+        args = dataclasses.replace(self.server_args, parallel=parallel)
+        return dataclasses.replace(self, server_args=args), notes
 
     def sampling_params(self, values: Mapping[str, Any]) -> SamplingParams:
         """A request's settings: the caller's over the checkpoint's over the family's.

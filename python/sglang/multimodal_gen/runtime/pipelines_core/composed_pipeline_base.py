@@ -26,6 +26,7 @@ from sglang.multimodal_gen.runtime.loader.components import (
 )
 from sglang.multimodal_gen.runtime.loader.denoiser_split import (
     check_denoisers,
+    denoiser_heads,
     split_denoisers,
 )
 from sglang.multimodal_gen.runtime.loader.model_source import (
@@ -187,6 +188,13 @@ class ComposedPipelineBase(ABC):
             source, cls._index_names(), server_args
         )
         return dataclasses.replace(server_args, pipeline_config=config.with_checkpoint(facts))
+
+    @classmethod
+    def attention_heads(cls, source: ModelSource, server_args: ServerArgs) -> tuple[int, ...]:
+        """The numbers of heads that a split of the sequence by heads must divide; reads JSON."""
+        return denoiser_heads(
+            source, cls._index_names(), server_args, cls.default_component_configs
+        )
 
     @classmethod
     def _index_names(cls, names: Iterable[str] | None = None) -> dict[str, str]:

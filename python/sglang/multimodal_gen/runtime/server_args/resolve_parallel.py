@@ -6,7 +6,8 @@ Pure, as `resolve` is: what the machine has and what started this process are ar
 from __future__ import annotations
 
 import dataclasses
-from math import prod
+from collections.abc import Sequence
+from math import gcd, prod
 
 from sglang.multimodal_gen.runtime.platforms.device import DeviceFacts
 from sglang.multimodal_gen.runtime.server_args.parallel_args import ParallelArgs
@@ -73,6 +74,29 @@ def _told_total(args: ParallelArgs, launched: LaunchedRank | None, notes: list[s
         problem = f"torchrun started {world} processes; leave it out, or start as many."
         raise InvalidArgument("num_gpus", args.num_gpus, problem)
     return world
+
+
+def fit_heads(
+    asked: ParallelArgs, resolved: ParallelArgs, heads: Sequence[int]
+) -> tuple[ParallelArgs, tuple[str, ...]]:
+    """The layout once the model is known: a Ulysses degree that was chosen must divide its heads.
+
+    ``heads`` are those of each denoiser. What was asked for stays, and is refused later if it does
+    not divide. Returns the arguments, and a sentence if they changed.
+    """
+    ulysses, ring, tp = (resolved.ulysses_degree, resolved.ring_degree, resolved.tp_size)
+    if asked.ulysses_degree is not None or asked.ring_degree is not None or ulysses is None:
+        return resolved, ()
+    local = [number // (tp or 1) for number in heads]
+    fitting = gcd(ulysses, *local)
+    if fitting == ulysses:
+        return resolved, ()
+    ring = ulysses // fitting * (ring or 1)
+    note = (
+        f"ulysses_degree={fitting} and ring_degree={ring} in place of ulysses_degree={ulysses}: "
+        f"the model has {' and '.join(map(str, heads))} attention heads"
+    )
+    return dataclasses.replace(resolved, ulysses_degree=fitting, ring_degree=ring), (note,)
 
 
 def _sequence(

@@ -37,8 +37,9 @@ def open_service(
     most = serving.limits.max_image_pixels
     settings = {} if most is None else {"max_pixels": most}
     model = ModelDescription.find(resolution.args, settings)
+    model, fitted = model.fitted(server_args.parallel)
     runner = open_worker(model, progress=progress, launched=launched)
-    notes = [*resolution.notes, *model.info.notes, *runner.notes]
+    notes = [*resolution.notes, *fitted, *model.info.notes, *runner.notes]
     for note in notes:
         logger.info("%s", note)
     if serving.http.warmup_mode == "server":

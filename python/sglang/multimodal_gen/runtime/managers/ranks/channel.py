@@ -48,6 +48,10 @@ class Channel:
             self._connection.recv_bytes_into(buffer)
         return pickle.loads(body, buffers=buffers)
 
+    def has_news(self) -> bool:
+        """Whether a message has come, or the end of the line."""
+        return self._connection.poll()
+
     def close(self) -> None:
         """Let go of the line. The other end notices once every process that had this one did."""
         with self._sending:

@@ -15,7 +15,12 @@ import torch.distributed as dist
 from sglang.multimodal_gen.runtime.distributed.process_group import MEETING_SECONDS
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.managers.ranks.channel import Channel
-from sglang.multimodal_gen.runtime.managers.ranks.messages import FrontAddress, Hello, Stop
+from sglang.multimodal_gen.runtime.managers.ranks.messages import (
+    FrontAddress,
+    Hello,
+    RankLeft,
+    Stop,
+)
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, WorkerDied
 
 _FRONT_KEY = "front"
@@ -44,7 +49,7 @@ class Guests:
 
         Raises:
             InvalidArgument: one was started with other arguments.
-            WorkerDied: one did not come in time.
+            WorkerDied: one did not come in time, or is gone again.
         """
         deadline = time.monotonic() + MEETING_SECONDS
         with self._listener:
@@ -55,11 +60,23 @@ class Guests:
                 self._listener.settimeout(min(left, 1.0))
                 with contextlib.suppress(TimeoutError):
                     self._let_in(self._listener.accept()[0])
+                self._check_nodes()
 
     def _missing(self, ranks: list[int], nodes: list[int]) -> str:
         absent = [f"node {node}" for node in nodes if node not in self.nodes]
         absent += [f"rank {rank}" for rank in ranks if rank not in self.ranks]
         return ", ".join(absent)
+
+    def _check_nodes(self) -> None:
+        """Nodes that are here have nothing to say yet but that something went wrong."""
+        for node, channel in self.nodes.items():
+            if not channel.has_news():
+                continue
+            said = f"node {node} ended, or cannot be reached"
+            with contextlib.suppress(EOFError, OSError):
+                left: RankLeft = channel.receive()
+                said = f"rank {left.rank} {left.how} on node {node}\n{left.output}".rstrip()
+            raise WorkerDied(said)
 
     def _let_in(self, line: socket.socket) -> None:
         line.settimeout(_HELLO_SECONDS)
@@ -67,7 +84,11 @@ class Guests:
             line.close()
             return
         channel = Channel(line)
-        hello: Hello = channel.receive()
+        try:
+            hello: Hello = channel.receive()
+        except (EOFError, OSError):
+            channel.close()
+            return  # gone again; if it was one of ours, its node says so
         wrong = _difference(self._arguments, hello.arguments)
         if wrong is not None:
             name, value, other = wrong

@@ -17,7 +17,6 @@ from sglang.multimodal_gen.runtime.layers.parallel_conv import (
     row_window,
 )
 from sglang.multimodal_gen.runtime.layers.row_shard import Edges, RowShards, split_evenly
-
 from thread_ranks import run_threads
 
 

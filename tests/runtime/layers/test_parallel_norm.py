@@ -8,7 +8,6 @@ from torch import nn
 
 from sglang.multimodal_gen.runtime.layers.parallel_norm import group_norm_rows
 from sglang.multimodal_gen.runtime.layers.row_shard import RowShards
-
 from thread_ranks import run_threads
 
 SHAPES = {"map": (7, 5), "frames": (2, 7, 5), "batch": (7, 5)}

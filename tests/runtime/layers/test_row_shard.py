@@ -13,7 +13,6 @@ from sglang.multimodal_gen.runtime.layers.row_shard import (
     attend_to_all_rows,
     split_evenly,
 )
-
 from thread_ranks import run_threads
 
 

@@ -12,7 +12,6 @@ from examples.train_demo_model.render import render
 from examples.train_demo_model.scenes import distinct_scenes
 from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
 from sglang.multimodal_gen.runtime.models.vaes.autoencoder_kl import AutoencoderKL
-
 from vae_cases import bundled_vae, noise, relative, tiny_config, tiny_vae
 
 

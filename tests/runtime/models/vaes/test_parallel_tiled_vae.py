@@ -14,7 +14,6 @@ from sglang.multimodal_gen.runtime.models.vaes.parallel.row_modules import (
 )
 from sglang.multimodal_gen.runtime.models.vaes.parallel_tiled_vae import ParallelTiledVAE, Tiling
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
-
 from thread_ranks import run_threads
 
 RATIO = 2

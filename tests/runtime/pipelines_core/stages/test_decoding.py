@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ranks import run_ranks
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelLayout, ParallelState
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.pipelines_core.stages.finite import (
@@ -15,10 +16,9 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages.finite import (
 )
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.errors import InternalError, NonFiniteOutput, OutOfMemory
+from thread_ranks import run_threads
 
 from parity.tiny_checkpoints import flux_dev
-from ranks import run_ranks
-from thread_ranks import run_threads
 
 REQUEST = {"prompt": ["a dog", "two cats"], "seed": 3, "height": 80, "width": 48,
            "num_inference_steps": 2, "max_sequence_length": 16}  # fmt: skip
@@ -86,7 +86,9 @@ def folder(tmp_path_factory):
 def test_a_pipeline_on_ranks_makes_the_pictures_of_one(folder, ranks, modes):
     cases = tuple((mode, "none") for mode in modes)
     for mode, results in zip(
-        modes, zip(*run_ranks(ranks, _on_ranks, ranks, str(folder), cases), strict=True), strict=True
+        modes,
+        zip(*run_ranks(ranks, _on_ranks, ranks, str(folder), cases), strict=True),
+        strict=True,
     ):
         first, *others = results
         flags = {"vae_mode": "tiled", "vae_tile_size": 32} if mode == "tiled" else {}
@@ -124,6 +126,18 @@ def test_too_few_rows_are_said(folder):
     (batch, *_) = model.admit(model.sampling_params(REQUEST))
     result = pipeline.forward(batch, pipeline.server_args)
     assert result.warnings == ["10 rows of latents are too few for 1 ranks: one decoded them"]
+
+
+def test_a_picture_too_large_for_the_memory_says_what_needs_less(folder):
+    model, pipeline = build(folder)
+    vae = pipeline.get_module("vae")
+
+    def too_large(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    vae.decoder.register_forward_pre_hook(too_large)
+    with pytest.raises(OutOfMemory, match=r"latents of \(10, 6\) did not fit.*--vae-mode tiled"):
+        run(model, pipeline)
 
 
 def test_not_finite_on_one_rank_is_not_finite_on_all():

@@ -12,10 +12,10 @@ from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.pipelines_core.stages.vae_work import VAEWork
 from sglang.multimodal_gen.runtime.server_args.vae_section import VAEArgs
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
-
-from seed_samples.stubs import StubVAE
 from thread_ranks import run_threads
 from vae_cases import noise, relative, tiny_vae
+
+from seed_samples.stubs import StubVAE
 
 ONE = Group("replica")
 TWO = run_threads(2, lambda group: group)[0]

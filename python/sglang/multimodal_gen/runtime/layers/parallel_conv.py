@@ -63,12 +63,12 @@ def row_window(conv: Convolution, padding: Sequence[int] | None = None) -> RowWi
         ValueError: it pads with something else than zeros, or does not keep bands' shares.
     """
     if isinstance(conv.padding, str) or conv.padding_mode != "zeros":
-        raise ValueError(f"pads with {conv.padding_mode!r}, {conv.padding!r}; zeros alone are known")
+        raise ValueError(
+            f"pads with {conv.padding_mode!r}, {conv.padding!r}; zeros alone are known"
+        )
     own = conv.padding[ROWS]
     above, below = (own, own) if padding is None else padding
-    window = RowWindow(
-        conv.kernel_size[ROWS], conv.stride[ROWS], conv.dilation[ROWS], above, below
-    )
+    window = RowWindow(conv.kernel_size[ROWS], conv.stride[ROWS], conv.dilation[ROWS], above, below)
     if not window.keeps_shares:
         raise ValueError(
             f"{window.kernel} rows with stride {window.stride} and padding {above} above, {below} "
@@ -148,6 +148,7 @@ def _check_stride(height: int, window: RowWindow) -> None:
 
 def _convolve_inside(conv: Convolution, x: Tensor) -> Tensor:
     """``conv`` without its padding above and below."""
+    assert not isinstance(conv.padding, str), "refused by row_window"
     padding = list(conv.padding)
     padding[ROWS] = 0
     return _convolve(conv, x, padding)

@@ -263,9 +263,7 @@ class ComposedPipelineBase(ABC):
 
     def add_standard_image_vae_encoding_stage(self, vae_key: str = "vae") -> Self:
         """Input images to latents."""
-        stage = ImageVAEEncodingStage(
-            self._required(vae_key), self.parallel, self.server_args.vae
-        )
+        stage = ImageVAEEncodingStage(self._required(vae_key), self.parallel, self.server_args.vae)
         return self.add_stage(stage, "image_vae_encoding_stage")
 
     def add_standard_latent_preparation_stage(

@@ -148,6 +148,7 @@ def _check_stride(height: int, window: RowWindow) -> None:
 
 def _convolve_inside(conv: Convolution, x: Tensor) -> Tensor:
     """``conv`` without its padding above and below."""
+    assert not isinstance(conv.padding, str), "refused by row_window"
     padding = list(conv.padding)
     padding[ROWS] = 0
     return _convolve(conv, x, padding)

@@ -1,4 +1,4 @@
-"""Rows of a picture spread over ranks: who holds which, and what layers ask of each other."""
+"""A picture whose rows are spread over ranks: who holds which, and what they ask for."""
 
 from __future__ import annotations
 

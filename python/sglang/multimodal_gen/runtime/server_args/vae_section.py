@@ -27,7 +27,7 @@ class VAEArgs:
     vae_tile_size: int | None = flag(
         None,
         help="Edge of a tile in pixels; needs --vae-mode tiled. Left out, it is the size that the "
-        "VAE was trained on.",
+        "VAE was trained on; tiles much smaller than that may differ in colour.",
     )
 
     def __post_init__(self) -> None:

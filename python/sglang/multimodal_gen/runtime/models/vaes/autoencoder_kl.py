@@ -13,7 +13,7 @@ from sglang.multimodal_gen.runtime.models.vaes.parallel_tiled_vae import (
 )
 
 
-class AutoencoderKL(
+class AutoencoderKL(  # pyright: ignore[reportIncompatibleMethodOverride]
     ParallelTiledVAE, autoencoder_kl.AutoencoderKL, LayerwiseOffloadableModuleMixin
 ):
     """Diffusers' module, with this runtime's ways to run it.
@@ -26,13 +26,15 @@ class AutoencoderKL(
     row_planners = IMAGE_PLANNERS
 
     @property
-    def spatial_compression_ratio(self) -> int:
+    def spatial_compression_ratio(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self,
+    ) -> int:
         """Each level but the last halves the picture."""
-        return 2 ** (len(self.config.block_out_channels) - 1)
+        return 2 ** (len(self.config["block_out_channels"]) - 1)
 
     def default_tiling(self) -> Tiling:
         """Tiles of the size that it was trained on, a quarter of it shared with the next."""
-        size = self.config.sample_size
+        size = self.config["sample_size"]
         ratio = self.spatial_compression_ratio
         edge = max(ratio, (size if isinstance(size, int) else size[0]) // ratio * ratio)
         stride = max(1, int(edge // ratio * (1 - self.tile_overlap_factor))) * ratio
@@ -42,7 +44,7 @@ class AutoencoderKL(
         moments = self.encoder(x)
         return moments if self.quant_conv is None else self.quant_conv(moments)
 
-    def _decode(self, z: Tensor) -> Tensor:
+    def _decode(self, z: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.decoder(z if self.post_quant_conv is None else self.post_quant_conv(z))
 
 

@@ -53,7 +53,7 @@ class Tiling:
             for field, value in ((f"tile_{name}", tile), (f"tile_stride_{name}", stride)):
                 if value is None or value < unit or value % unit:
                     raise InvalidArgument(field, value, f"must be a multiple of {unit}")
-            if stride > tile:
+            if tile is not None and stride is not None and stride > tile:
                 problem = f"must be at most the tile's {tile}: pixels would be left out"
                 raise InvalidArgument(f"tile_stride_{name}", stride, problem)
         return self
@@ -63,9 +63,9 @@ class ParallelTiledVAE(ABC, nn.Module):
     """Base of VAEs: a subclass says how a whole picture is encoded and decoded, and no more.
 
     `encode` and `decode` work on one rank, in tiles where `enable_tiling` says so.
-    ``parallel_tiled_*`` deal the tiles to a group's ranks, ``spatial_shard_*`` give each rank a
-    band of rows: these are called by every rank of the group, with the same input. What is encoded
-    comes back on all ranks; a picture on the first alone, and an empty tensor on the others.
+    ``parallel_tiled_*`` deal the tiles to the ranks of a group, ``spatial_shard_*`` give each rank
+    a band of rows: these are called by every rank of the group, with the same input. What is
+    encoded comes back on all ranks; a picture on the first alone, an empty tensor on the others.
 
     A subclass puts this class before its library's. Pictures are [B, C, H, W], clips
     [B, C, T, H, W] of a causal autoencoder, whose first frame stands alone.
@@ -200,18 +200,15 @@ class ParallelTiledVAE(ABC, nn.Module):
             *(((1, space), (1, time)) if encoding else ((space, 1), (time, 1)))
         )
 
-    @staticmethod
-    def blend_v(a: Tensor, b: Tensor, blend_extent: int) -> Tensor:
+    def blend_v(self, a: Tensor, b: Tensor, blend_extent: int) -> Tensor:
         """Blend the first rows of ``b``, in place, with the last of ``a`` above it."""
         return blend(a, b, blend_extent, ROWS)
 
-    @staticmethod
-    def blend_h(a: Tensor, b: Tensor, blend_extent: int) -> Tensor:
+    def blend_h(self, a: Tensor, b: Tensor, blend_extent: int) -> Tensor:
         """Blend the first columns of ``b``, in place, with the last of ``a`` left of it."""
         return blend(a, b, blend_extent, -1)
 
-    @staticmethod
-    def blend_t(a: Tensor, b: Tensor, blend_extent: int) -> Tensor:
+    def blend_t(self, a: Tensor, b: Tensor, blend_extent: int) -> Tensor:
         """Blend the first frames of ``b``, in place, with the last of ``a`` before it."""
         return blend(a, b, blend_extent, FRAMES)
 
@@ -235,9 +232,10 @@ class ParallelTiledVAE(ABC, nn.Module):
         self._shards = shards
 
     def can_shard_rows(self, latent_rows: int) -> bool:
-        """Whether so many latent rows give each rank a band, and its neighbours theirs."""
-        ready = self._shards is not None
-        return ready and latent_rows // self._shards.group.size >= self._least_rows
+        """Whether so many latent rows are enough for each rank, and for what neighbours need."""
+        if self._shards is None:
+            return False
+        return latent_rows // self._shards.group.size >= self._least_rows
 
     def spatial_shard_encode(self, x: Tensor) -> Tensor:
         """Pixels to moments, a band of rows on each rank; the whole comes back on all."""

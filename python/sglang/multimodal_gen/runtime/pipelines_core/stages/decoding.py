@@ -18,6 +18,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages.finite import (
 )
 from sglang.multimodal_gen.runtime.pipelines_core.stages.vae_work import VAEWork
 from sglang.multimodal_gen.runtime.server_args.vae_section import VAEArgs
+from sglang.multimodal_gen.runtime.utils.errors import OutOfMemory
 
 if TYPE_CHECKING:
     from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
@@ -59,6 +60,7 @@ class DecodingStage(PipelineStage):
 
         Raises:
             NonFiniteOutput: the latents or the picture hold NaN or infinity, on whichever rank.
+            OutOfMemory: the picture is too large to be decoded like this; says what needs less.
         """
         config = self.pipeline_config(server_args)
         require_finite(batch.latents, "the denoiser's result", self.control)
@@ -83,14 +85,19 @@ class DecodingStage(PipelineStage):
 
     def _decode_together(self, latents: Tensor) -> Tensor:
         """The image on the first rank, none on the others, who are not left waiting for it."""
-        if self.work.mode_for(latents) != "plain":
-            return self.decode(latents)
         if not self.work.needs_this_rank(latents):
             return latents.new_empty(0, 3, 0, 0)
+        mode = self.work.mode_for(latents)
         try:
             return self.decode(latents)
-        except BaseException:
-            tell_failure(self.control)
+        except BaseException as error:
+            if mode == "plain":  # in the others all ranks are in it, and none waits here
+                tell_failure(self.control)
+            if mode != "tiled" and isinstance(error, torch.OutOfMemoryError):
+                raise OutOfMemory(
+                    f"decoding latents of {tuple(latents.shape[2:])} did not fit into the device's "
+                    f"memory ({error}); --vae-mode tiled needs less, also on one GPU"
+                ) from error
             raise
 
 

@@ -32,6 +32,7 @@ class VAEWork:
     def __init__(self, vae: Any, group: Group, args: VAEArgs) -> None:
         self.vae = vae
         self.group = group
+        self.mode: VAEMode
         self.mode, self.reason = _choose(vae, group, args)
 
     def mode_for(self, latents: Tensor) -> VAEMode:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from diffusers.models.autoencoders.vae import Decoder, Encoder
@@ -71,7 +72,7 @@ def _plan_attention(attention: Attention) -> RowPlan:
 
 
 def _attend(
-    attention: Attention, shards: RowShards, hidden_states: Tensor, temb: Tensor | None = None
+    attention: Any, shards: RowShards, hidden_states: Tensor, temb: Tensor | None = None
 ) -> Tensor:
     """Self-attention over the pixels of a map [B, C, h, W]; ``temb`` belongs to spatial norms."""
     tokens = hidden_states.flatten(2)

@@ -59,7 +59,7 @@ def plan_convolution(conv: nn.Conv2d | nn.Conv3d) -> RowPlan:
 
 def plan_sequence(sequence: nn.Sequential) -> RowPlan:
     """A chain of modules; zero padding goes with the convolution after it."""
-    children = list(sequence)
+    children: list[Any] = list(sequence)
     if not any(isinstance(child, nn.ZeroPad2d) for child in children):
         return ROW_BY_ROW
     if [type(child) for child in children] != [nn.ZeroPad2d, nn.Conv2d]:
@@ -70,8 +70,8 @@ def plan_sequence(sequence: nn.Sequential) -> RowPlan:
 
 
 def _padded_convolution(sequence: nn.Sequential, shards: RowShards, x: Tensor) -> Tensor:
-    pad, conv = sequence
-    assert isinstance(conv, nn.Conv2d)
+    children: list[Any] = list(sequence)
+    pad, conv = children
     return convolve_padded_rows(conv, shards, x, pad.padding)
 
 

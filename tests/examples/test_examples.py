@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.train_demo_model.evaluate import evaluate, report
 from examples.train_demo_model.grade import grade
 from examples.train_demo_model.phrases import parse
 from sglang.multimodal_gen import DiffGenerator
@@ -62,6 +63,13 @@ def test_the_demo_picture_is_what_its_prompt_says(tmp_path):
     assert grade(picture.array, parse(prompt)) == []
     wrong = parse(prompt.replace("above", "below"))
     assert grade(picture.array, wrong), "a grader that finds nothing wrong proves nothing"
+
+
+@pytest.mark.slow
+def test_nine_of_ten_held_out_prompts_are_drawn_as_asked():
+    begin = time.monotonic()
+    result = evaluate("demo", prompts=200, steps=20, seed=0, batch=8, device="cpu")
+    assert result.right >= 180, report(result, time.monotonic() - begin)
 
 
 @pytest.mark.slow

@@ -96,7 +96,8 @@ class Worker(LoRAVerbs):
         return getattr(self.lora_pipeline, verb)(*args, **kwargs)
 
     def close(self) -> None:
-        """Nothing to end: the model goes when nobody holds the worker any more."""
+        """Drops recordings; the model goes when nobody holds the worker any more."""
+        self.pipeline.close()
 
     def _start_adapters(self) -> tuple[LoRAReceipt, ...]:
         """Put the server arguments' adapters in force."""

@@ -2,6 +2,7 @@
 
     python benchmarks/denoise_step.py                   full size, one GPU
     python benchmarks/denoise_step.py --compile         and Diffusers with its blocks compiled
+    python benchmarks/denoise_step.py --graphs          and this runtime with CUDA graphs
     python benchmarks/denoise_step.py --toy             tiny, on the CPU: does the script still run?
 
 ``benchmarks/README.md`` says what is measured, and holds the results.
@@ -27,6 +28,7 @@ from flux_sides import DiffusersSide, RuntimeSide, first_prediction, make_sides
 from step_clock import Summary, alternate, peak_gib
 
 OURS, THEIRS, COMPILED = "this runtime", "diffusers", "diffusers, compiled"
+GRAPHS = "this runtime, graphs"
 SAME_WEIGHTS_LIMIT = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 """Relative L2 of two predictions that must not differ by more than the dtype explains."""
 
@@ -68,12 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "machine": _machine(device),
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
     }
-    rows = _measure(ours, theirs, floor, options, device)
+    graphs = _with_graphs(ours) if options.graphs else None
+    rows = _measure(ours, theirs, floor, options, device, graphs=graphs)
+    record |= {} if graphs is None else _compare_graphs(ours, graphs, options.steps)
     _tell(record, rows, options)
     if options.compile:
         # Told and written first: compiling takes minutes, and lent machines have limits.
         record["compile_wait_s"] = _compile(theirs, options.steps)
-        rows += _measure(ours, theirs, floor, options, device, COMPILED)
+        rows += _measure(ours, theirs, floor, options, device, COMPILED, graphs)
+        _tell(record, rows, options)
         if options.compile_ours:
             print(f"ours so far: {_print_rows(rows)}", flush=True)
             record["our_compile_wait_s"] = _compile_ours(ours, options.steps)
@@ -103,9 +108,12 @@ def _measure(
     options: argparse.Namespace,
     device: torch.device,
     their_name: str = THEIRS,
+    graphs: RuntimeSide | None = None,
 ) -> list[Row]:
-    """Both sides in turn, after a warm-up of each; memory before time, one side at a time."""
-    sides = ((their_name, theirs, ours), (OURS, ours, theirs))
+    """All sides in turn, after a warm-up of each; memory before time, one side at a time."""
+    sides: list[tuple[str, Any, Any]] = [(their_name, theirs, ours), (OURS, ours, theirs)]
+    if graphs is not None:
+        sides.append((GRAPHS, graphs, theirs))
     for _, side, _ in sides:
         side.loop(options.steps, lambda: None)
     peaks = [
@@ -119,6 +127,26 @@ def _measure(
         Row(name, summary, 100 * floor / summary.median_ms, peak)
         for (name, _, _), summary, peak in zip(sides, times, peaks, strict=True)
     ]
+
+
+def _with_graphs(ours: RuntimeSide) -> RuntimeSide:
+    """Our side once more, on the same module, with its work recorded."""
+    side = RuntimeSide(ours.transformer, ours.work, ours.embeddings)
+    side.use_graphs()
+    return side
+
+
+def _compare_graphs(ours: RuntimeSide, graphs: RuntimeSide, steps: int) -> dict[str, Any]:
+    """Whether replayed loops give what direct ones give, and what was recorded."""
+    expected, found = ours.loop(steps, lambda: None), graphs.loop(steps, lambda: None)
+    equal = torch.equal(expected, found)
+    facts = graphs.graph_facts()
+    print(f"latents with graphs equal those without, bit for bit: {equal}; {facts}", flush=True)
+    return {
+        "graphs_equal": equal,
+        "graphs_relative_l2": relative_l2(found.float(), expected.float()),
+        "graphs": facts,
+    }
 
 
 def _compile(theirs: DiffusersSide, steps: int) -> float:
@@ -188,11 +216,16 @@ def _print_rows(rows: Sequence[Row]) -> dict[str, float]:
             f"{row.side:22}{t.median_ms:10.2f}{t.min_ms:9.2f}{t.max_ms:9.2f}"
             f"{row.floor_percent:9.1f}%{t.whole_loop_ms:10.1f}{peak}"
         )
-    ratios = {}
-    for theirs, ours in zip(rows[::2], rows[1::2], strict=True):
-        ratios[theirs.side] = ours.time.median_ms / theirs.time.median_ms
-        whole = ours.time.whole_loop_ms / theirs.time.whole_loop_ms
-        print(f"ratio to {theirs.side}: {ratios[theirs.side]:.3f} a step, {whole:.3f} whole loop")
+    ratios: dict[str, float] = {}
+    theirs = rows[0]
+    for row in rows:
+        if row.side in (THEIRS, COMPILED):
+            theirs = row
+            continue
+        name = theirs.side if row.side == OURS else f"{row.side} / {theirs.side}"
+        ratios[name] = row.time.median_ms / theirs.time.median_ms
+        whole = row.time.whole_loop_ms / theirs.time.whole_loop_ms
+        print(f"{row.side} to {theirs.side}: {ratios[name]:.3f} a step, {whole:.3f} whole loop")
     return ratios
 
 
@@ -214,6 +247,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text-tokens", type=int)
     parser.add_argument("--steps", type=int, help="steps a loop (at least 2; the first is set-up)")
     parser.add_argument("--rounds", type=int, help="loops a side, sides in turn")
+    parser.add_argument("--graphs", action="store_true", help="this runtime with graphs as well")
     parser.add_argument("--compile", action="store_true", help="also compile diffusers' blocks")
     parser.add_argument("--compile-ours", action="store_true", help="then this runtime's as well")
     parser.add_argument("--toy", action="store_true", help="a tiny model on the CPU")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from flux_floor import Workload
 from sglang.multimodal_gen.configs.pipeline_configs.flux import FluxPipelineConfig
 from sglang.multimodal_gen.configs.sample.flux import FluxSamplingParams
+from sglang.multimodal_gen.runtime.cache.cuda_graphs import CudaGraphs
+from sglang.multimodal_gen.runtime.cache.graph_runner import GraphRunner
+from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.layers.products import pack_linears
 from sglang.multimodal_gen.runtime.models.dits.flux import FluxTransformer2DModel
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, RequestControl
@@ -115,15 +118,32 @@ class RuntimeSide:
         self.work = work
         self.embeddings = embeddings
         self.true_cfg_scale = true_cfg_scale
+        self.graphs: GraphRunner | None = None
         scheduler = make_scheduler()
+        self.guidance = ClassifierFreeGuidance() if guidance is None else guidance
         self.stages = (
             LatentPreparationStage(scheduler, transformer),
             TimestepPreparationStage(scheduler),
-            DenoisingStage(transformer, scheduler, guidance),
+            DenoisingStage(transformer, scheduler, self.guidance),
         )
         self.args = ServerArgs.from_flat(
             device=embeddings.prompt.device.type, pipeline_config=FluxPipelineConfig()
         )
+
+    def use_graphs(self, groups: Sequence[Group] = ()) -> None:
+        """Record from now on, as `--enable-cuda-graph` does; on the CPU nothing changes."""
+        device = self.embeddings.prompt.device
+        if device.type == "cuda":
+            self.graphs = GraphRunner(CudaGraphs(device, groups))
+            self.guidance.call = self.graphs
+
+    def graph_facts(self) -> dict[str, float]:
+        """What the recordings did and took; empty without any."""
+        if self.graphs is None:
+            return {}
+        backend = self.graphs.backend
+        assert isinstance(backend, CudaGraphs)
+        return asdict(self.graphs.counters) | {"pool_gib": backend.pool_bytes / 2**30}
 
     @torch.inference_mode()
     def loop(self, steps: int, on_step: Callable[[], None]) -> Tensor:
@@ -199,6 +219,8 @@ def first_prediction(side: Side) -> Tensor:
     outputs: list[Tensor] = []
 
     def keep(_module: nn.Module, _args: object, output: Any) -> None:
+        if outputs:
+            return  # a later call may be one that is recorded: nothing may wait for the GPU in it
         value = output if isinstance(output, Tensor) else output[0]
         outputs.append(value.detach().float().cpu())
 

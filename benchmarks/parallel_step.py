@@ -57,6 +57,8 @@ class Measured:
     prediction: Tensor
     latents: Tensor
     traffic: Mapping[str, Mapping[str, int]]
+    graphs: Mapping[str, Any]
+    """With CUDA graphs, where asked for: ``time``, ``equal`` (latents, bit for bit), counts."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,19 +149,33 @@ def _measure(
     }
     synchronize(device)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    time = _timed(side, options, device)
+    graphs: dict[str, Any] = {}
+    if options.graphs:
+        side.use_graphs((parallel.tp, parallel.sp))
+        side.loop(options.steps, lambda: None)  # records
+        replayed = side.loop(options.steps, lambda: None)
+        graphs = {"time": _timed(side, options, device), "equal": torch.equal(replayed, latents)}
+        graphs |= side.graph_facts()
+    result = Measured(time, peak, prediction, latents.float().cpu(), traffic, graphs)
+    if side.graphs is not None:
+        side.graphs.drop()  # messages are in them: before their groups end
+    del side
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return result
+
+
+def _timed(side: RuntimeSide, options: argparse.Namespace, device: torch.device) -> Summary:
+    """Loops of all ranks together."""
     loops = []
     for _ in range(options.rounds):
         dist.barrier()
         loops.append(time_loop(side.loop, options.steps, device))
     steps = sorted(ms for loop in loops for ms in loop.steps_ms)
     whole = sorted(loop.whole_ms for loop in loops)
-    time = Summary(steps[len(steps) // 2], steps[0], steps[-1], len(steps), whole[len(whole) // 2])
-    result = Measured(time, peak, prediction, latents.float().cpu(), traffic)
-    del side
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return result
+    return Summary(steps[len(steps) // 2], steps[0], steps[-1], len(steps), whole[len(whole) // 2])
 
 
 def build_transformer(
@@ -251,12 +267,31 @@ def _record(
         "relative_l2_latents": _relative(together.latents, alone.latents),
         "ranks_equal": len({rank["digest"] for rank in ranks}) == 1,
         "messages_a_step": together.traffic,
+        **_graph_record(alone, together),
         "one_rank": asdict(alone.time),
         "time": asdict(together.time),
         "steps": options.steps,
         "rounds": options.rounds,
         "device": torch.cuda.get_device_name(device) if not options.toy else platform.machine(),
         "torch": torch.__version__,
+    }
+
+
+def _graph_record(alone: Measured, together: Measured) -> dict[str, Any]:
+    """The same figures with CUDA graphs, and the speed-up over one rank with and without them."""
+    if not together.graphs:
+        return {}
+    one, many = alone.graphs["time"], together.graphs["time"]
+    return {
+        "graph_one_rank_ms": one.median_ms,
+        "graph_ms": many.median_ms,
+        "graph_min_ms": many.min_ms,
+        "graph_max_ms": many.max_ms,
+        "graph_whole_loop_ms": many.whole_loop_ms,
+        "graph_speedup": one.median_ms / many.median_ms,
+        "graph_speedup_over_one_without": alone.time.median_ms / many.median_ms,
+        "graph_latents_equal": [alone.graphs["equal"], together.graphs["equal"]],
+        "graph_facts": {k: v for k, v in together.graphs.items() if k not in ("time", "equal")},
     }
 
 
@@ -284,6 +319,7 @@ def _layout(text: str) -> ParallelLayout:
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--layout", type=_layout, nargs="+", required=True)
+    parser.add_argument("--graphs", action="store_true", help="and each with CUDA graphs")
     parser.add_argument("--true-cfg", action="store_true", help="guidance also without cfg=2")
     parser.add_argument("--batch", type=int, default=1, help="images denoised together")
     parser.add_argument("--height", type=int)

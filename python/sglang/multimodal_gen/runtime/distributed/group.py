@@ -25,8 +25,9 @@ class Group:
         rank: this process's place in the group, from 0.
         ranks: the global ranks of its members.
         handle: torch's process group; None for a group of one.
-        traffic: calls made, by verb: the proof that a mechanism ran. Not counted while a graph is
-            compiled or replayed.
+        traffic: calls made, by verb: the proof that a mechanism ran. Not counted while torch
+            compiles; what a CUDA graph holds is counted when it is recorded, not when it is
+            replayed (its runner counts replays).
     """
 
     name: str

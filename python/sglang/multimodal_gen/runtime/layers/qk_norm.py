@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sglang.multimodal_gen.runtime.layers.ops.qk_norm_rotary import empty_heads, qk_norm_rotary
 from sglang.multimodal_gen.runtime.layers.rotary_embedding import Rotary, rotate_pairs
+from sglang.multimodal_gen.runtime.layers.wide_copy import copy_wide
 
 
 class HeadStream(NamedTuple):
@@ -41,8 +42,28 @@ def norm_rotate_join(
         here = slice(start, start + stream.q.shape[1])
         _norm_rotate(stream, rotary, here, q[:, here], k[:, here])
         start = here.stop
-    values = [stream.v for stream in streams]
-    return q, k, values[0] if len(values) == 1 else torch.cat(values, dim=1)
+    return q, k, _joined([stream.v for stream in streams], length)
+
+
+def _joined(values: list[Tensor], length: int) -> Tensor:
+    """The values one after another along the sequence; a view where they lie so already."""
+    first = values[0]
+    if first.shape[0] == 1:
+        address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+        for value in values:
+            neighbour = value.data_ptr() == address and value.stride()[1:] == first.stride()[1:]
+            if not neighbour or value.untyped_storage().data_ptr() != storage:
+                break
+            address += value.shape[1] * value.stride(1) * value.element_size()
+        else:
+            shape = (1, length, *first.shape[2:])
+            return first.as_strided(shape, (length * first.stride(1), *first.stride()[1:]))
+    joined = empty_heads(first, length)
+    start = 0
+    for value in values:
+        copy_wide(joined[:, start : start + value.shape[1]], value)
+        start += value.shape[1]
+    return joined
 
 
 def _norm_rotate(

@@ -99,7 +99,8 @@ class Worker(LoRAVerbs):
         return getattr(self.lora_pipeline, verb)(*args, **kwargs)
 
     def close(self) -> None:
-        """Nothing to end: the model goes when nobody holds the worker any more."""
+        """Drops recordings; the model goes when nobody holds the worker any more."""
+        self.pipeline.close()
 
     def check(self) -> None:
         """Ask the device for a small sum: a GPU that faulted answers nothing any more.

@@ -13,6 +13,13 @@ import torch
 from PIL import Image
 
 from sglang.multimodal_gen.configs.task_type import ModelTaskType
+from sglang.multimodal_gen.runtime.cache.choice import wants_graphs
+from sglang.multimodal_gen.runtime.cache.cuda_graphs import CudaGraphs
+from sglang.multimodal_gen.runtime.cache.graph_runner import (
+    Caller,
+    GraphRunner,
+    call_plainly,
+)
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentLoader,
@@ -57,7 +64,7 @@ from sglang.multimodal_gen.runtime.platforms.copy_lane import copy_lane
 from sglang.multimodal_gen.runtime.platforms.device import peak_memory_mb, reset_peak_memory
 from sglang.multimodal_gen.runtime.platforms.memory import memory_facts
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
-from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
+from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, PipelineDefinitionError
 from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
@@ -140,10 +147,14 @@ class ComposedPipelineBase(ABC):
         self.plan = ResidencyPlan()
         """Where each component's weights rest."""
         self._offloaded: dict[str, OffloadedComponent] = {}
+        self.graphs: GraphRunner | None = None
+        """Recordings of the denoisers' GPU work, where there are any."""
+        self._graph_note: str | None = None
 
         self._load_modules(loaded_modules or {}, source, progress)
         split_denoisers(self.modules, self._index_names(self.modules), self.parallel)
         self.create_pipeline_stages(self.server_args)
+        self._check_graphs()
         link(self.stages)
         self.residency = ResidencyManager(
             self._offloaded, self.stage_uses, overlap=self.plan.overlap
@@ -154,7 +165,7 @@ class ComposedPipelineBase(ABC):
     @property
     def notes(self) -> tuple[str, ...]:
         """One sentence for each choice made while loading."""
-        return () if self.plan.note is None else (self.plan.note,)
+        return tuple(note for note in (self.plan.note, self._graph_note) if note is not None)
 
     @abstractmethod
     def create_pipeline_stages(self, server_args: ServerArgs) -> None:
@@ -368,16 +379,43 @@ class ComposedPipelineBase(ABC):
         self, transformer_key: str = "transformer", scheduler_key: str = "scheduler"
     ) -> Self:
         """The loop."""
+        call = self._caller_of(transformer_key)
         return self.add_stage_factory(
             RoleType.DENOISER,
             lambda: DenoisingStage(
                 self._required(transformer_key),
                 self._required(scheduler_key),
-                guidance_for(self.parallel.cfg),
+                guidance_for(self.parallel.cfg, call),
                 previews=StepPreviews(self.get_module("vae")),
             ),
             "denoising_stage",
         )
+
+    def _caller_of(self, name: str) -> Caller:
+        """How a denoiser is called: plainly, or through recordings of its GPU work."""
+        device = self.parallel.device
+        wanted, note = wants_graphs(
+            self.server_args.speed.enable_cuda_graph,
+            self._required(name),
+            name,
+            self.plan,
+            memory_facts(device.type),
+            device=device.type,
+            check_stages=self.server_args.observe.check_stages,
+        )
+        self._graph_note = note or self._graph_note
+        if not wanted:
+            return call_plainly
+        if self.graphs is None:
+            ranks = (self.parallel.tp, self.parallel.sp)
+            self.graphs = GraphRunner(CudaGraphs(device, ranks))
+        return self.graphs
+
+    def _check_graphs(self) -> None:
+        """A wish for graphs that no stage meets would be passed over in silence."""
+        if self.server_args.speed.enable_cuda_graph and self.graphs is None:
+            problem = f"{type(self).__name__} calls its denoiser in its own way. Leave it out"
+            raise InvalidArgument("enable_cuda_graph", True, problem)
 
     def add_standard_decoding_stage(self, vae_key: str = "vae") -> Self:
         """Latents to pictures."""
@@ -413,6 +451,11 @@ class ComposedPipelineBase(ABC):
         return [self._required(key) for key in ([keys] if isinstance(keys, str) else keys)]
 
     # Running.
+
+    def close(self) -> None:
+        """Let go of what must not outlive the ranks' groups: recordings with their messages."""
+        if self.graphs is not None:
+            self.graphs.drop()
 
     def forward(self, batch: Req, server_args: ServerArgs) -> OutputBatch:
         """Carry one batch through all stages.

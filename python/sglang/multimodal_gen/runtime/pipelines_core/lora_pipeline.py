@@ -306,6 +306,8 @@ class LoRAPipeline(ComposedPipelineBase):
         if wanted == current:
             return
         module = self._adapted_module(component)
+        if self.graphs is not None:
+            self.graphs.drop()  # they compute what was in force
         if may_run_live and module.is_sharded:
             wanted = replace(wanted, mode="live")
         self._selections[component] = Selection()

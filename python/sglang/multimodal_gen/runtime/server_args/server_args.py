@@ -15,6 +15,7 @@ from sglang.multimodal_gen.runtime.server_args.sections import (
     ObserveArgs,
     PlatformArgs,
 )
+from sglang.multimodal_gen.runtime.server_args.speed_section import SpeedArgs
 from sglang.multimodal_gen.runtime.server_args.vae_section import VAEArgs
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
@@ -40,6 +41,7 @@ class ServerArgs:
     batching: BatchingArgs = field(default_factory=BatchingArgs)
     lora: LoRAArgs = field(default_factory=LoRAArgs)
     vae: VAEArgs = field(default_factory=VAEArgs)
+    speed: SpeedArgs = field(default_factory=SpeedArgs)
     observe: ObserveArgs = field(default_factory=ObserveArgs)
     pipeline_config: PipelineConfig | None = None
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.layers.attention.backends.with_lse import attend_with_lse
 from sglang.multimodal_gen.runtime.layers.sequence_shard import Run, take
+from sglang.multimodal_gen.runtime.layers.wide_copy import copy_wide
 
 
 class Piece(NamedTuple):
@@ -47,7 +48,9 @@ def ring_attention(
         group: the ring.
         causal: pieces are in the order of the sequence, and no query sees a later key.
     """
-    held = torch.stack((k_BTHD, v_BTHD))
+    held = k_BTHD.new_empty((2, *k_BTHD.shape))
+    copy_wide(held[0], k_BTHD)
+    copy_wide(held[1], v_BTHD)
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     merged: tuple[Tensor, Tensor] | None = None
     for step in range(group.size):

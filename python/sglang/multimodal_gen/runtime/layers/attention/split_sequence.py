@@ -13,6 +13,7 @@ from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelSta
 from sglang.multimodal_gen.runtime.layers.attention.backends import sdpa
 from sglang.multimodal_gen.runtime.layers.attention.ring import Piece, ring_attention
 from sglang.multimodal_gen.runtime.layers.sequence_shard import SequenceShard, take
+from sglang.multimodal_gen.runtime.layers.wide_copy import copy_wide
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, PipelineDefinitionError
 
 
@@ -161,7 +162,7 @@ def heads_per_rank(group: Group, *tensors: Tensor) -> Sequence[Tensor]:
     share = heads // group.size
     sent = tensors[0].new_empty((group.size, length, len(tensors), batch, share, width))
     for index, x in enumerate(tensors):
-        sent[:, :, index] = x.unflatten(2, (group.size, share)).permute(2, 1, 0, 3, 4)
+        copy_wide(sent[:, :, index], x.unflatten(2, (group.size, share)).permute(2, 1, 0, 3, 4))
     received = group.deal(sent).flatten(0, 1)
     return [x.transpose(0, 1) for x in received.unbind(1)]
 
@@ -171,4 +172,7 @@ def sequence_per_rank(group: Group, x: Tensor) -> Tensor:
     if group.size == 1:
         return x
     sent = x.transpose(0, 1).unflatten(0, (group.size, -1))
-    return group.deal(sent).permute(2, 1, 0, 3, 4).flatten(2, 3)
+    received = group.deal(sent).permute(2, 1, 0, 3, 4)
+    out = received.new_empty(received.shape)
+    copy_wide(out, received)
+    return out.flatten(2, 3)

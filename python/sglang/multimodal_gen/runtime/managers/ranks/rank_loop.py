@@ -69,6 +69,8 @@ class RankLoop:
         while True:
             order = self._orders.get()
             if isinstance(order, Stop):
+                if self._worker is not None:
+                    self._worker.close()  # before the ranks' groups end
                 return order
             self._busy = True
             with heart.during(order.id):

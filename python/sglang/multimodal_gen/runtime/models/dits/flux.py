@@ -34,6 +34,7 @@ from sglang.multimodal_gen.runtime.layers.ops.norm_modulate import (
 from sglang.multimodal_gen.runtime.layers.products import (
     concat_linear,
     gelu_linear,
+    joint_parallel_linears,
     parallel_linears,
 )
 from sglang.multimodal_gen.runtime.layers.qk_norm import HeadStream, norm_rotate_join
@@ -149,28 +150,27 @@ class FluxAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor, rotary: Rotary) -> Tensor:
         """Self-attention of one stream, without output projection; [B, S, D]."""
-        return self.attend(*norm_rotate_join((self._stream(x_BSD),), rotary)).flatten(2)
+        qkv = parallel_linears(x_BSD, self.to_q, self.to_k, self.to_v)
+        stream = self._heads(qkv, self.norm_q, self.norm_k)
+        return self.attend(*norm_rotate_join((stream,), rotary)).flatten(2)
 
     def joint(self, image_BND: Tensor, text_BTD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Attention over text and image together; each stream has its own projections."""
-        streams = (self._text_stream(text_BTD), self._stream(image_BND))
+        text_qkv, image_qkv = joint_parallel_linears(
+            (text_BTD, (self.add_q_proj, self.add_k_proj, self.add_v_proj)),
+            (image_BND, (self.to_q, self.to_k, self.to_v)),
+        )
+        streams = (
+            self._heads(text_qkv, self.norm_added_q, self.norm_added_k),
+            self._heads(image_qkv, self.norm_q, self.norm_k),
+        )
         out_BSD = self.attend(*norm_rotate_join(streams, rotary)).flatten(2)
         text_length = text_BTD.shape[1]
         text_out, image_out = out_BSD[:, :text_length], out_BSD[:, text_length:]
         return self.to_out[0](image_out), self.to_add_out(text_out)
 
-    def _stream(self, x_BSD: Tensor) -> HeadStream:
-        q, k, v = parallel_linears(x_BSD, self.to_q, self.to_k, self.to_v)
-        return self._heads(q, k, v, self.norm_q, self.norm_k)
-
-    def _text_stream(self, text_BTD: Tensor) -> HeadStream:
-        q, k, v = parallel_linears(text_BTD, self.add_q_proj, self.add_k_proj, self.add_v_proj)
-        return self._heads(q, k, v, self.norm_added_q, self.norm_added_k)
-
-    def _heads(
-        self, q: Tensor, k: Tensor, v: Tensor, norm_q: nn.RMSNorm, norm_k: nn.RMSNorm
-    ) -> HeadStream:
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+    def _heads(self, qkv: tuple[Tensor, ...], norm_q: nn.RMSNorm, norm_k: nn.RMSNorm) -> HeadStream:
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in qkv)
         return HeadStream(q, k, v, norm_q, norm_k)
 
 
@@ -238,6 +238,7 @@ class FluxTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
 
     lora_names = LORA_NAMES
     layer_names = ["transformer_blocks", "single_transformer_blocks"]
+    graph_safe = True
 
     def __init__(
         self,

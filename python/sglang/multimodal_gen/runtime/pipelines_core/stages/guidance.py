@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
+from sglang.multimodal_gen.runtime.cache.graph_runner import Caller, call_plainly
 from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
 
 BRANCHES = 2
 POSITIVE, NEGATIVE = range(BRANCHES)
@@ -29,7 +24,13 @@ class ClassifierFreeGuidance:
 
     Two forwards of their own, as in the reference, so that a branch may have its own text length.
     Without guidance the second forward is not paid for.
+
+    Args:
+        call: how the denoiser is called: plainly, or through recordings of its GPU work.
     """
+
+    def __init__(self, call: Caller = call_plainly) -> None:
+        self.call = call
 
     def predict(
         self,
@@ -40,11 +41,24 @@ class ClassifierFreeGuidance:
         t_B: Tensor,
     ) -> Tensor:
         """The prediction for one step, in the shape of the latents."""
-        positive = _branch(POSITIVE, transformer, config, batch, latent_model_input, t_B)
+        arguments = (transformer, config, batch, latent_model_input, t_B)
+        positive = self._branch(POSITIVE, *arguments)
         if not batch.do_classifier_free_guidance:
             return positive
-        negative = _branch(NEGATIVE, transformer, config, batch, latent_model_input, t_B)
-        return _guided(batch, positive, negative)
+        return _guided(batch, positive, self._branch(NEGATIVE, *arguments))
+
+    def _branch(
+        self,
+        branch: int,
+        transformer: nn.Module,
+        config: PipelineConfig,
+        batch: Req,
+        latent_model_input: Tensor,
+        t_B: Tensor,
+    ) -> Tensor:
+        """One branch's prediction; arguments are prepared for no other."""
+        prepare = (config.prepare_pos_cond_kwargs, config.prepare_neg_cond_kwargs)[branch]
+        return self.call(transformer, prepare(batch, latent_model_input, t_B))
 
 
 class ParallelGuidance(ClassifierFreeGuidance):
@@ -55,12 +69,14 @@ class ParallelGuidance(ClassifierFreeGuidance):
 
     Args:
         group: the two ranks.
+        call: as `ClassifierFreeGuidance`.
 
     Raises:
         ValueError: they are not two.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, call: Caller = call_plainly) -> None:
+        super().__init__(call)
         if group.size != BRANCHES:
             raise ValueError(f"guidance has {BRANCHES} branches, and {group.name!r} {group.size}")
         self.group = group
@@ -77,12 +93,12 @@ class ParallelGuidance(ClassifierFreeGuidance):
         """The prediction for one step, on both ranks."""
         arguments = (transformer, config, batch, latent_model_input, t_B)
         if batch.do_classifier_free_guidance:
-            own = _branch(self.group.rank, *arguments)
+            own = self._branch(self.group.rank, *arguments)
             positive, negative = self.group.all_gather(own[None])
             return _guided(batch, positive, negative)
         if IDLE_BRANCH not in batch.warnings:
             batch.warnings.append(IDLE_BRANCH)
-        own = _branch(POSITIVE, *arguments) if self.group.is_first else None
+        own = self._branch(POSITIVE, *arguments) if self.group.is_first else None
         dtype = self._dtype(transformer, latent_model_input, own)
         if own is None:
             own = latent_model_input.new_empty(latent_model_input.shape, dtype=dtype)
@@ -110,30 +126,10 @@ class ParallelGuidance(ClassifierFreeGuidance):
         return self._dtypes[key]
 
 
-def guidance_for(group: Group) -> ClassifierFreeGuidance:
+def guidance_for(group: Group, call: Caller = call_plainly) -> ClassifierFreeGuidance:
     """Guidance on one rank, or on two if ``group`` has them."""
-    return ClassifierFreeGuidance() if group.size == 1 else ParallelGuidance(group)
+    return ClassifierFreeGuidance(call) if group.size == 1 else ParallelGuidance(group, call)
 
 
 def _guided(batch: Req, positive: Tensor, negative: Tensor) -> Tensor:
     return negative + batch.true_cfg_scale * (positive - negative)
-
-
-def _branch(
-    branch: int,
-    transformer: nn.Module,
-    config: PipelineConfig,
-    batch: Req,
-    latent_model_input: Tensor,
-    t_B: Tensor,
-) -> Tensor:
-    """One branch's prediction; arguments are prepared for no other."""
-    prepare = (config.prepare_pos_cond_kwargs, config.prepare_neg_cond_kwargs)[branch]
-    return _call(transformer, prepare(batch, latent_model_input, t_B))
-
-
-def _call(transformer: nn.Module, kwargs: Mapping[str, Any]) -> Tensor:
-    output = transformer(**kwargs)
-    if isinstance(output, Tensor):
-        return output
-    return output[0]  # Diffusers' classes return a tuple or an output record

@@ -1,0 +1,1 @@
+"""What is kept from one call of a denoiser for the next."""

@@ -96,7 +96,7 @@ class CudaGraphs:
         torch.cuda.empty_cache()
 
     def _warm_up(self, call: Callable[[], Tensor], stream: torch.cuda.Stream) -> None:
-        """Whatever happens at a stream's or a shape's first use happens here, not in the capture."""
+        """What happens at a stream's or a shape's first use happens here, not in the capture."""
         current = torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):

@@ -18,10 +18,9 @@ from sglang.multimodal_gen.runtime.models.vaes.parallel.row_modules import (
     RowsNotSeparable,
     spread_rows,
 )
+from sglang.multimodal_gen.runtime.verify.tiny_weights import fill_with_noise
 from thread_ranks import run_threads
 from vae_cases import noise, relative
-
-from parity.tiny_weights import fill_with_noise
 
 TINY = {
     "base_dim": 8,

@@ -159,9 +159,7 @@ class GraphRunner:
             if not self._entries:
                 self.backend.forget()  # a pool without a recording is not taken up again
         with torch.inference_mode(False):  # ordinary tensors: whoever calls next may write to them
-            inputs = tuple(
-                torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors
-            )
+            inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
         _copy(tensors, inputs)
         stays = _with_tensors(kwargs, iter(inputs))
         what = type(denoiser).__name__

@@ -6,7 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.layers import products
+from sglang.multimodal_gen.runtime.layers.linear import ColumnParallelLinear, RowParallelLinear
+from sglang.multimodal_gen.runtime.layers.qk_norm import _joined
 
 
 class Attention(nn.Module):
@@ -75,3 +78,69 @@ def test_concat_and_gelu_are_their_formulas():
     assert torch.equal(products.concat_linear((a, b), linear), linear(torch.cat((a, b), -1)))
     up = nn.Linear(8, 5)
     assert torch.equal(products.gelu_linear(a, up), F.gelu(up(a), approximate="tanh"))
+
+
+def group_of_two(rank):
+    return Group("tp", rank=rank, ranks=(0, 1))
+
+
+def dealt(cls, whole, rank, **options):
+    with torch.device("meta"):
+        linear = cls(whole, group_of_two(rank), **options)
+    shard = linear.shard
+    linear.weight = nn.Parameter(shard.of(whole.weight).clone(), requires_grad=False)
+    bias = shard.of(whole.bias).clone() if cls is ColumnParallelLinear else whole.bias
+    linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+def test_dealt_linears_are_packed_and_adapted_or_gathered_ones_are_not(monkeypatch):
+    module, x = Attention().requires_grad_(False), torch.randn(2, 3, 8)
+    for name in ("to_q", "to_k", "to_v"):
+        setattr(module, name, dealt(ColumnParallelLinear, getattr(module, name), 1))
+    linears = (module.to_q, module.to_k, module.to_v)
+    expected = [linear(x) for linear in linears]
+    assert products.pack_linears(module) == 1
+    calls = count_products(monkeypatch)
+    got = products.parallel_linears(x, *linears)
+    assert calls == [torch.Size([8, 8])]
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    module.to_q.on_product = lambda _x, product: product + 100
+    assert (products.parallel_linears(x, *linears)[0] > 50).all()
+    module.to_q.on_product, module.to_q.gather_output = None, True
+    assert products.pack_linears(module) == 0
+
+
+def test_a_row_parallel_linears_parts_add_up_to_the_whole_with_one_bias(monkeypatch):
+    whole, a, b = nn.Linear(12, 5).requires_grad_(False), torch.randn(3, 8), torch.randn(3, 4)
+    monkeypatch.setattr(products, "_mergeable", lambda x: True)
+    monkeypatch.setattr(Group, "all_reduce", lambda self, x: x)
+    parts = []
+    for rank in (0, 1):
+        linear = dealt(RowParallelLinear, whole, rank, blocks=(8, 4))
+        own = (a[:, 4 * rank :][:, :4], b[:, 2 * rank :][:, :2])
+        parts.append(products.concat_linear(own, linear))
+    torch.testing.assert_close(parts[0] + parts[1], whole(torch.cat((a, b), -1)))
+
+
+@torch.inference_mode()
+def test_two_streams_of_one_sequence_lie_end_to_end(monkeypatch):
+    text, image = Attention().requires_grad_(False), Attention().requires_grad_(False)
+    pairs = [(torch.randn(1, length, 8), owner) for length, owner in ((3, text), (5, image))]
+    streams = [(x, (owner.to_q, owner.to_k, owner.to_v)) for x, owner in pairs]
+    expected = [[linear(x) for linear in linears] for x, linears in streams]
+    for owner in (text, image):
+        products.pack_linears(owner)
+    monkeypatch.setattr(products, "_mergeable", lambda x: True)
+    got = products.joint_parallel_linears(*streams)
+    for ours, theirs in zip(got, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other)
+    values = [result[2].unflatten(-1, (2, -1)) for result in got]
+    joined = _joined(values, 8)
+    assert joined.data_ptr() == values[0].data_ptr()
+    assert torch.equal(joined, torch.cat(values, 1))
+    apart = [value.clone() for value in values]
+    assert torch.equal(_joined(apart, 8), joined)
+    assert torch.equal(_joined([values[1], values[0]], 8), torch.cat(values[::-1], 1))

@@ -55,10 +55,11 @@ class CudaGraphs:
             PipelineDefinitionError: it does what a graph cannot hold, such as waiting for the GPU.
             OutOfMemory: no room beside the weights.
         """
-        if self._stream is None or self._pool is None:
+        if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
+        if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        stream = self._stream
+        stream, current = self._stream, torch.cuda.current_stream(self.device)
         self._warm_up(call, stream)
         for group in self.groups:
             group.barrier()
@@ -84,19 +85,20 @@ class CudaGraphs:
                 "GPU, copies from host memory or picks by values. --enable-cuda-graph false runs "
                 "it without"
             ) from error
+        finally:
+            torch.cuda.set_stream(current)  # a capture that failed leaves its own in place
         self.pool_bytes += torch.cuda.memory_reserved(self.device) - before
         return CudaRecording(graph, output)
 
     def forget(self) -> None:
         """Give the pool back; the next capture takes a new one."""
         torch.cuda.synchronize(self.device)
-        self._pool = None
-        self._stream = None
+        self._pool = None  # the stream stays: each one that multiplies takes a workspace for good
         self.pool_bytes = 0
         torch.cuda.empty_cache()
 
     def _warm_up(self, call: Callable[[], Tensor], stream: torch.cuda.Stream) -> None:
-        """What happens at a stream's or a shape's first use happens here, not in the capture."""
+        """Whatever happens at a stream's or a shape's first use is to happen before the capture."""
         current = torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):

@@ -70,20 +70,20 @@ def concat_linear(parts: Sequence[Tensor], linear: nn.Module) -> Tensor:
     Writing a concatenation of 4,608 x 15,360 takes as long as a product's tenth; a product that
     adds to the one before takes nearly nothing more.
     """
-    row = isinstance(linear, RowParallelLinear)
-    fits = (row and _is_untouched(linear)) or _is_plain(linear)
-    if not fits or linear.bias is None or not _mergeable(parts[0]):
+    row = linear if isinstance(linear, RowParallelLinear) and _is_untouched(linear) else None
+    plain = linear if _is_plain(linear) else row
+    if plain is None or plain.bias is None or not _mergeable(parts[0]):
         return linear(torch.cat(tuple(parts), dim=-1))
-    weights = linear.weight.split([part.shape[-1] for part in parts], dim=1)
+    weights = plain.weight.split([part.shape[-1] for part in parts], dim=1)
     flat = [part.reshape(-1, part.shape[-1]) for part in parts]
-    if row and not linear.group.is_first:  # one rank adds the bias, in its product
+    if row is not None and not row.group.is_first:  # one rank adds the bias, in its product
         out = flat[0] @ weights[0].t()
     else:
-        out = torch.addmm(linear.bias, flat[0], weights[0].t())
+        out = torch.addmm(plain.bias, flat[0], weights[0].t())
     for part, weight in zip(flat[1:], weights[1:], strict=True):
         out.addmm_(part, weight.t())
-    if row:
-        out = linear.group.all_reduce(out)
+    if row is not None:
+        out = row.group.all_reduce(out)
     return out.unflatten(0, parts[0].shape[:-1])
 
 

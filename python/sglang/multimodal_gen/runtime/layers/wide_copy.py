@@ -1,7 +1,7 @@
 """Copies of strided tensors in words of eight bytes.
 
 torch copies what is not contiguous element by element, at a fraction of the memory's speed where
-elements have two bytes. Heads are runs of 64 or 128 neighbours, so wider words can carry them.
+elements have two bytes. Heads are runs of 64 or 128 neighbours, which can be moved as wider words.
 """
 
 from __future__ import annotations

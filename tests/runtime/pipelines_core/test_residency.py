@@ -158,18 +158,18 @@ def test_adapters_on_streamed_weights_are_the_same_to_the_bit(folder, tmp_path, 
 
 
 def test_a_small_gpu_is_planned_for_before_loading(folder):
-    """The plan sees the device's free memory; here a device of 4 GiB and 1.3 MiB."""
+    """The plan sees the device's free memory; here a device of 4 GiB and 2 MiB."""
     args = ServerArgs.from_flat(device="cuda", precision="fp32")
-    tight = MemoryFacts((4 << 30) + 1_300_000, 16 << 30, 64 << 30)
+    tight = MemoryFacts((4 << 30) + 2_000_000, 16 << 30, 64 << 30)
     source = resolve_model_source(str(folder))
     names = {name: name for name in FluxPipeline._required_config_modules}
     parallel = ParallelState.single("cuda")
     plan = plan_memory(source, names, args, {}, {}, {}, parallel=parallel, memory=tight)
     offloaded = [n for n, p in plan.placements.items() if p.mode is not Residency.RESIDENT]
     assert offloaded
-    assert plan.device_bytes <= 1_300_000
+    assert plan.device_bytes <= 2_000_000
     few = MemoryFacts(4 << 30, 16 << 30, 64 << 30)
-    with pytest.raises(OutOfMemory, match=r"transformer 1\.1 MiB.*beside 4\.0 GiB for activations"):
+    with pytest.raises(OutOfMemory, match=r"transformer 1\.9 MiB.*beside 4\.0 GiB for activations"):
         plan_memory(source, names, args, {}, {}, {}, parallel=parallel, memory=few)
 
 

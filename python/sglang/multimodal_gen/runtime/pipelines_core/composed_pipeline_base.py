@@ -261,6 +261,10 @@ class ComposedPipelineBase(ABC):
             )
             self.server_args = self.bind_checkpoint(source, self.server_args)
         names = self._index_names(missing)
+        if source is not None:
+            check_denoisers(
+                source, names, self.server_args, self.default_component_configs, self.parallel
+            )
         self.plan = plan_memory(
             source,
             names,
@@ -275,9 +279,6 @@ class ComposedPipelineBase(ABC):
         self._offloaded = offload_given(given, self.plan, self.server_args, lane)
         if missing:
             assert source is not None
-            check_denoisers(
-                source, names, self.server_args, self.default_component_configs, self.parallel
-            )
             loaded = load_components(
                 source,
                 names,

@@ -78,6 +78,7 @@ def test_weights_changed_after_drop_are_seen_and_memory_comes_back(model):
         runner(model, arguments(model, seed))
     runner.drop()
     held = torch.cuda.memory_allocated(DEVICE)
+    given = None
     for round_ in range(4):
         for seed in range(3):
             given = arguments(model, seed, (8, 8 + 4 * (round_ % 2)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class CudaGraphs:
         self.groups = tuple(groups)
         self.pool_bytes = 0
         self._stream: torch.cuda.Stream | None = None
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def record(self, call: Callable[[], Tensor], what: str) -> CudaRecording:
         """Capture ``call``, after one run of it on the capturing stream.

@@ -28,11 +28,14 @@ DENOISER_ROLES = ("transformer", "unet")
 
 
 class Port:
-    """A loaded native pipeline, and what of it is watched."""
+    """A loaded native pipeline, and what of it is watched.
 
-    def __init__(self, model: ModelDescription) -> None:
+    ``worker`` is one that has loaded it already.
+    """
+
+    def __init__(self, model: ModelDescription, worker: Worker | None = None) -> None:
         self.model = model
-        self.worker = Worker(model)
+        self.worker = Worker(model) if worker is None else worker
         self.pipeline: ComposedPipelineBase = self.worker.pipeline
         names = denoiser_names(type(self.pipeline))
         self.denoisers: list[nn.Module] = [

@@ -15,7 +15,7 @@ from torch import Tensor
 from sglang.multimodal_gen.runtime.models.vaes.parallel_tiled_vae import ParallelTiledVAE
 from sglang.multimodal_gen.runtime.server_args.memory_args import MemoryArgs
 from sglang.multimodal_gen.runtime.verify.baseline import Baseline
-from sglang.multimodal_gen.runtime.verify.evidence import Finding, conditioning
+from sglang.multimodal_gen.runtime.verify.evidence import Finding
 from sglang.multimodal_gen.runtime.verify.measure import relative_l2
 from sglang.multimodal_gen.runtime.verify.on_ranks import CannotRun, RankRun, counted_tiles
 from sglang.multimodal_gen.runtime.verify.port import Port, denoiser_names
@@ -67,7 +67,7 @@ def run_spatial_shard(port: Port, baseline: Baseline) -> Finding:
 
 
 def run_encoder_tp(port: Port, baseline: Baseline) -> Finding:
-    """What two ranks' text encoders give the denoiser.
+    """What two ranks' text encoders make of the prompts.
 
     A denoiser without a plan keeps tensor parallelism away from the whole pipeline; encoders are
     spread over the ranks of a sequence too.
@@ -82,17 +82,13 @@ def run_encoder_tp(port: Port, baseline: Baseline) -> Finding:
     calls = [run.calls(ENCODER) for run in runs]
     if not all(calls):
         return _unsent(ENCODER, calls)
-    expected = [conditioning(branch) for branch in baseline.record.branches(0)]
-    errors: dict[str, float] = {}
-    for rank, run in enumerate(runs):
-        if len(run.conditioning) != len(expected):
-            return Finding(float("inf"), f"rank {rank} ran {len(run.conditioning)} branches")
-        for ours, theirs in zip(run.conditioning, expected, strict=True):
-            for name, value in theirs.items():
-                given = ours.get(name, torch.empty(0))
-                errors[name] = max(errors.get(name, 0.0), relative_l2(given, value))
-    if not errors:
-        return Finding(0.0, skipped="the denoiser is given nothing but latents and time")
+    expected = baseline.record.embeddings
+    if not expected:
+        return Finding(0.0, skipped="no stage writes embeddings of the prompt into the batch")
+    errors = {
+        name: max(_error(run.embeddings.get(name), value) for run in runs)
+        for name, value in expected.items()
+    }
     worst = max(errors, key=lambda name: errors[name])
     return Finding(errors[worst], f"{worst} on {len(runs)} ranks, {_and(calls)} calls")
 

@@ -27,7 +27,6 @@ from sglang.multimodal_gen.runtime.server_args.parallel_args import ParallelArgs
 from sglang.multimodal_gen.runtime.server_args.resolve_parallel import resolve_parallel
 from sglang.multimodal_gen.runtime.server_args.vae_section import VAEArgs
 from sglang.multimodal_gen.runtime.utils.errors import UserError
-from sglang.multimodal_gen.runtime.verify.evidence import conditioning
 from sglang.multimodal_gen.runtime.verify.port import Port
 from sglang.multimodal_gen.runtime.verify.request import Request
 
@@ -56,7 +55,7 @@ class RankRun:
     """
 
     latents: Tensor | None
-    conditioning: tuple[Mapping[str, Tensor], ...]
+    embeddings: Mapping[str, Tensor]
     picture: Tensor | None
     traffic: Counter[tuple[str, str, str]]
 
@@ -168,7 +167,7 @@ def run_here(worker: Worker, request: Request) -> RankRun:
         raise record.error
     return RankRun(
         latents=record.steps[-1].latents if record.steps else None,
-        conditioning=tuple(conditioning(branch) for branch in record.branches(0)),
+        embeddings=record.embeddings,
         picture=record.picture,
         traffic=traffic,
     )

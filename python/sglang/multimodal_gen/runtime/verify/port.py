@@ -24,6 +24,7 @@ from sglang.multimodal_gen.runtime.utils.errors import DiffusionError, UserError
 from sglang.multimodal_gen.runtime.verify.request import Request
 from sglang.multimodal_gen.runtime.verify.run_record import RunRecord, recorded_run
 
+EMBEDDINGS = ("prompt_embeds", "pooled_embeds", "negative_prompt_embeds", "neg_pooled_embeds")
 DENOISER_ROLES = ("transformer", "unet")
 
 
@@ -121,6 +122,10 @@ def _noting(forward: Callable[..., Req], record: RunRecord) -> Callable[..., Req
             record.sigmas = sigmas[: len(record.timesteps)].detach().cpu().clone()
         # Freed after its last reader: what matters is whether it ever was there.
         record.negative_embeds = record.negative_embeds or bool(batch.negative_prompt_embeds)
+        for name in EMBEDDINGS:
+            for index, value in enumerate(getattr(batch, name, None) or ()):
+                if isinstance(value, Tensor):
+                    record.embeddings[f"{name}[{index}]"] = value.detach().to("cpu", copy=True)
         shape = getattr(batch, "raw_latent_shape", None)
         if shape is not None:
             record.raw_latent_shape = tuple(shape)

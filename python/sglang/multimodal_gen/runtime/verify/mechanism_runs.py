@@ -19,6 +19,7 @@ from sglang.multimodal_gen.runtime.verify.evidence import Finding
 from sglang.multimodal_gen.runtime.verify.measure import relative_l2
 from sglang.multimodal_gen.runtime.verify.on_ranks import CannotRun, RankRun, counted_tiles
 from sglang.multimodal_gen.runtime.verify.port import Port, denoiser_names
+from sglang.multimodal_gen.runtime.verify.recorder import first
 
 ENCODER, DENOISER = "text_encoder", "transformer"
 SEQUENCE = ("ulysses", "ring", "sp")
@@ -36,7 +37,8 @@ def run_tiled(port: Port, baseline: Baseline) -> Finding:
     vae.enable_tiling(tile, tile)
     try:
         with torch.inference_mode(), counted_tiles(vae) as here:
-            alone = vae.decode(latents.to(next(vae.parameters()).device)).sample.cpu()
+            z = latents.to(next(vae.parameters()).device)
+            alone = first(vae.decode(z, return_dict=False)).cpu()
     finally:
         vae.disable_tiling()
     tiles = here["tiles"]

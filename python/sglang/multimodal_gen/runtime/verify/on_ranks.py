@@ -82,11 +82,13 @@ class RankDecode:
 class Ranks:
     """Starts ranks when a layout is asked for; those of one layout at a time are there.
 
-    A layout's run of the request is made once, for all rows that look at it.
+    A layout's run of the request is made once, for all rows that look at it. ``classes`` are those
+    of the pipeline's components: ranks must be able to import them.
     """
 
     model: ModelDescription
     say: Say
+    classes: tuple[type, ...] = ()
     _name: str | None = None
     _group: WorkerGroup | None = None
     _runs: dict[str, list[RankRun]] = field(default_factory=dict)
@@ -126,6 +128,12 @@ class Ranks:
         if self._group is not None and self._name == layout:
             return self._group
         self.close()
+        for cls in self.classes:
+            if cls.__module__ == "__main__":
+                raise CannotRun(
+                    f"{cls.__qualname__} is defined in the script that runs, which ranks do not "
+                    "run again; put it in a module of its own, which each of them can import"
+                )
         try:
             model, words = _with_layout(self.model, LAYOUTS[layout])
             self.say(f"starting {words}")

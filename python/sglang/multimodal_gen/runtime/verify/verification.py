@@ -234,7 +234,8 @@ class _Run:
 
     def against_itself(self) -> None:
         """The mechanisms, against the plain run; ranks that were started for them are ended."""
-        ranks = Ranks(self.model, self.say)
+        classes = tuple(type(module) for module in self.port.pipeline.modules.values())
+        ranks = Ranks(self.model, self.say, classes)
         try:
             self._mechanism_rows(ranks)
         finally:

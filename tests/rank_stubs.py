@@ -150,3 +150,14 @@ def script(
     for prompt in prompts:
         found += model.admit(model.sampling_params({"prompt": prompt, **params}), control)
     return found
+
+
+def rank_and_sum(worker: Any, start: int) -> tuple[int, float]:
+    """For `WorkerGroup.call`: this rank's number from ``start`` on, and a sum over ranks."""
+    parallel = worker.pipeline.parallel
+    return start + parallel.rank, parallel.replica.all_reduce(torch.ones(1)).item()
+
+
+def refuse(worker: Any) -> None:
+    """For `WorkerGroup.call`: the same failure on every rank."""
+    raise InvalidRequest("prompt", "x", "no such prompt")

@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+import rank_stubs
 from processes import all_gone, children, is_running
 from rank_stubs import ScriptPipeline, script, script_model
 from sglang.multimodal_gen.runtime.managers.worker_group import WorkerGroup
@@ -71,6 +72,14 @@ def test_the_lead_gives_the_result_once(group):
     assert len(output.warnings) == 1
     assert "rank 0" in output.warnings[0]
     assert output.peak_memory_mb > 50
+
+
+def test_a_function_of_a_module_is_called_on_every_rank(group):
+    ranks = group.call(rank_stubs.rank_and_sum, 10)
+    assert ranks == {0: (10, 2.0), 1: (11, 2.0)}
+    with pytest.raises(InvalidRequest, match="no such prompt"):
+        group.call(rank_stubs.refuse)
+    assert run(group, "ok").warnings
 
 
 def test_the_ranks_are_other_processes_and_both_work(group):

@@ -13,7 +13,7 @@ import pytest
 from sglang.multimodal_gen.registry import REGISTRY
 from sglang.multimodal_gen.runtime.entrypoints.cli.main import main
 
-from parity.tiny_checkpoints import flux_dev
+from parity.tiny_checkpoints import flux_dev, flux_for_ranks
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +21,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FLUX.1-dev in miniature, with weights that hide nothing."""
     folder = tmp_path_factory.mktemp("verify") / "tiny-dev"
     flux_dev().write(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shared_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with heads that can be dealt over ranks."""
+    folder = tmp_path_factory.mktemp("verify") / "tiny-for-ranks"
+    flux_for_ranks().write(folder)
     return folder
 
 

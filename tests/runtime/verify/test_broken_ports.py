@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from sglang.multimodal_gen.runtime.models.dits.flux import FluxTransformer2DModel
 from sglang.multimodal_gen.runtime.verify.evidence import Failure
+from sglang.multimodal_gen.runtime.verify.verification import check_names
+
+ON_RANKS = (
+    "vae-tiled", "vae-spatial-shard", "cfg-parallel", "encoder-tp", "dit-tp", "sp", "tp-sp",
+)  # fmt: skip
 
 BROKEN = {
     "ShiftlessPipeline": ("latent-scale", Failure.SCALE, "the shift is left out"),
@@ -40,12 +46,63 @@ def test_a_broken_port_is_caught_with_its_cause(root, ports, verified, capsys, n
 
 
 def test_the_whole_port_passes(root, ports, verified, capsys):
-    code, report = verified(root, "--pipeline", "WholePipeline", "--weights", "real")
+    checks = [name for name in check_names() if name not in ON_RANKS]
+    more = ("--weights", "real", "--checks", ",".join(checks))
+    code, report = verified(root, "--pipeline", "WholePipeline", *more)
     assert code == 0
     assert report["passed"]
     assert report["cause"] is None
     verdicts = {row["name"]: row["verdict"] for row in report["checks"]}
-    for name, verdict in verdicts.items():
-        assert verdict in ("ok", "not supported here"), name
-    assert verdicts["lora"] == "ok"
+    assert set(verdicts.values()) == {"ok"}, verdicts
+    assert verdicts.keys() >= {"lora", "layerwise-offload", "vae-decode"}
     assert "passed: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_whole_port_passes_on_ranks(shared_root, ports, verified, capsys):
+    """A package of somebody else, which the ranks import by themselves."""
+    wanted = ("--weights", "real", "--checks", ",".join(ON_RANKS))
+    code, report = verified(shared_root, "--pipeline", "WholePipeline", *wanted)
+    rows = {row["name"]: row for row in report["checks"]}
+    assert list(rows) == list(ON_RANKS)
+    assert {row["verdict"] for row in rows.values()} == {"ok"}, rows
+    assert code == 0
+    assert rows["vae-tiled"]["detail"].startswith("9 tiles of 32 pixels on 2 ranks (5 and 4)")
+    assert "ulysses" in rows["sp"]["detail"]
+    assert "4 ranks" in rows["tp-sp"]["detail"]
+    said = capsys.readouterr().err
+    starts = [line.split("starting ")[1] for line in said.splitlines() if "starting " in line]
+    assert starts == [
+        "2 ranks: cfg 2", "2 ranks: TP 2", "2 ranks: Ulysses 2", "4 ranks: Ulysses 2 x TP 2",
+    ]  # fmt: skip
+
+
+BROKEN_ON_RANKS = {
+    "BiasTwicePipeline": ("dit-tp", "; 2 ranks, "),
+    "AlonePipeline": ("cfg-parallel", "called 0 and 0 times in cfg: a rank worked by itself"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BROKEN_ON_RANKS)
+def test_a_broken_mechanism_is_caught(shared_root, ports, verified, name):
+    check, detail = BROKEN_ON_RANKS[name]
+    more = ("--weights", "real", "--checks", f"{check},layerwise-offload")
+    code, report = verified(shared_root, "--pipeline", name, *more)
+    assert code == 1
+    row, later = report["checks"]
+    assert (row["name"], row["verdict"], later["verdict"]) == (check, "FAILED", "not run")
+    assert detail in row["detail"]
+
+
+def test_ranks_are_not_started_for_a_class_of_the_script(root, ports, verified, monkeypatch):
+    from broken_ports.pipelines import WholePipeline
+
+    for cls in (WholePipeline, FluxTransformer2DModel):
+        with monkeypatch.context() as patched:
+            patched.setattr(cls, "__module__", "__main__")
+            more = ("--weights", "real", "--checks", "cfg-parallel")
+            code, report = verified(root, "--pipeline", "WholePipeline", *more)
+        (row,) = report["checks"]
+        assert (code, row["verdict"]) == (1, "not compared")
+        assert f"{cls.__name__} is defined in the script that runs" in row["detail"]

@@ -21,13 +21,26 @@ def test_all_components_are_divided_by_one_number():
     divisor = common_divisor(configs)
     clip, t5, dit, vae = (shrunk(config, divisor) for config in configs.values())
     assert divisor == 4
-    assert clip == {**CLIP, "hidden_size": 192, "num_attention_heads": 3, "num_hidden_layers": 2}
+    assert clip == {**CLIP, "hidden_size": 192, "num_attention_heads": 4, "num_hidden_layers": 2}
     assert dit["pooled_projection_dim"] == clip["hidden_size"]
     assert dit["joint_attention_dim"] == t5["d_model"] == 1024
     assert (t5["d_kv"], dit["attention_head_dim"]) == (64, 128)
     assert (dit["in_channels"], dit["axes_dims_rope"]) == (64, [16, 56, 56])
     assert vae["block_out_channels"] == [32, 64, 128, 128]
     assert vae["latent_channels"] == 16
+
+
+def test_odd_heads_become_even_where_nothing_speaks_against_it():
+    def heads(**config):
+        return shrunk(config, 1)["num_heads"]
+
+    assert heads(num_heads=5, head_dim=32, joint_attention_dim=128) == 6
+    assert heads(num_heads=5, head_dim=32, hidden_size=160) == 5  # the product is said too
+    assert heads(num_heads=3, hidden_size=192) == 4
+    assert heads(num_heads=3, hidden_size=90) == 3  # 4 does not divide it
+    assert heads(num_heads=3, head_dim=8, num_key_value_heads=1) == 3
+    assert heads(num_heads=1, head_dim=8) == 1
+    assert heads(num_heads=4, head_dim=8) == 4
 
 
 def test_nothing_is_divided_that_one_component_cannot_follow():

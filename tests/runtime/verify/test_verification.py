@@ -16,19 +16,34 @@ from sglang.multimodal_gen.runtime.verify.mechanisms import MECHANISMS, Mechanis
 
 @pytest.mark.slow
 def test_the_bundled_model_is_green(verified):
-    for weights in ("tiny", "real"):
-        code, report = verified("demo", "--weights", weights)
-        assert code == 0, report
-        verdicts = {row["name"]: row["verdict"] for row in report["checks"]}
-        assert verdicts["sensitivity"] == verdicts["vae-decode"] == verdicts["lora"] == "ok"
-        assert report["seconds"] < 60
+    code, report = verified("demo")
+    assert code == 0, report
+    assert {row["verdict"] for row in report["checks"]} == {"ok"}, report
+    # Under a minute on two cores that do nothing else; a run that hangs is what is meant here.
+    assert report["seconds"] < 240
+
+
+@pytest.mark.slow
+def test_the_bundled_models_own_weights_are_green(verified):
+    """Its five heads cannot be dealt over two ranks: that is said, and is no failure."""
+    code, report = verified("demo", "--weights", "real")
+    assert code == 0, report
+    rows = {row["name"]: row for row in report["checks"]}
+    assert rows["vae-decode"]["verdict"] == rows["lora"]["verdict"] == rows["sp"]["verdict"] == "ok"
+    assert "ring" in rows["sp"]["detail"]
+    assert rows["encoder-tp"]["verdict"] == "ok"  # over the ranks of the sequence
+    for name in ("dit-tp", "tp-sp"):
+        assert rows[name]["verdict"] == "not compared"
+        assert "does not divide over tp_size=2" in rows[name]["detail"]
 
 
 def test_only_the_checks_asked_for_run(root, verified, capsys):
-    code, report = verified(root, "--weights", "real", "--checks", "noise,vae-decode,sp")
+    code, report = verified(
+        root, "--weights", "real", "--checks", "noise,vae-decode,layerwise-offload"
+    )
     assert code == 0
     names = [row["name"] for row in report["checks"]]
-    assert names == ["sensitivity", "noise", "vae-decode", "sp"]
+    assert names == ["sensitivity", "noise", "vae-decode", "layerwise-offload"]
     assert report["sizes"] == ["64x64", "64x96"]
     said = capsys.readouterr()
     assert "reference: another prompt" in said.err
@@ -164,6 +179,6 @@ def test_lora_that_merges_wrongly_fails(root, verified, monkeypatch):
 
 def test_every_mechanism_of_the_porters_contract_has_a_row():
     assert [m.name for m in MECHANISMS] == [
-        "vae-tiled", "vae-spatial-shard", "encoder-tp", "dit-tp", "sp", "tp-sp",
-        "layerwise-offload", "lora", "cfg-parallel",
+        "vae-tiled", "vae-spatial-shard", "cfg-parallel", "encoder-tp", "dit-tp", "sp", "tp-sp",
+        "layerwise-offload", "lora",
     ]  # fmt: skip

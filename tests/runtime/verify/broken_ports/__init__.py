@@ -16,6 +16,8 @@ from .configs import (
     WholeConfig,
 )
 from .pipelines import (
+    AlonePipeline,
+    BiasTwicePipeline,
     DtypePipeline,
     MisnamedPipeline,
     PackedPipeline,
@@ -39,5 +41,7 @@ for pipeline, config in (
     (TurnedPipeline, WholeConfig),
     (PackedPipeline, PackedConfig),
     (UnscaledPipeline, WholeConfig),
+    (BiasTwicePipeline, WholeConfig),
+    (AlonePipeline, WholeConfig),
 ):
     register_pipeline(pipeline, sampling_param_cls=FluxSamplingParams, pipeline_config_cls=config)

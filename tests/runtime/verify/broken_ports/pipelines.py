@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
+from sglang.multimodal_gen.runtime.layers.linear import RowParallelLinear
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     NeuralComponentLoader,
 )
@@ -125,3 +127,25 @@ class UnscaledLoader(NeuralComponentLoader):
 class UnscaledPipeline(FluxPipeline):
     pipeline_name = "UnscaledPipeline"
     component_loaders = {"transformer": UnscaledLoader}
+
+
+class BiasTwicePipeline(FluxPipeline):
+    """The bias of a linear whose inputs are dealt out, added by every rank before the sum."""
+
+    pipeline_name = "BiasTwicePipeline"
+
+    @torch.no_grad()
+    def create_pipeline_stages(self, server_args):
+        for module in self.get_module("transformer").modules():
+            if isinstance(module, RowParallelLinear) and module.bias is not None:
+                module.bias *= module.group.size
+        super().create_pipeline_stages(server_args)
+
+
+class AlonePipeline(FluxPipeline):
+    """Never heard that there are other ranks: each does all of the work."""
+
+    pipeline_name = "AlonePipeline"
+
+    def __init__(self, *args, parallel=None, **kwargs):
+        super().__init__(*args, **kwargs)

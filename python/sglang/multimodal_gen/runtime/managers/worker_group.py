@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from sglang.multimodal_gen.runtime.layers.lora.receipt import LoRAReceipt
@@ -116,10 +116,22 @@ class WorkerGroup(LoRAVerbs):
     def on_adapters(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         """Call a verb on adapters on all ranks, when no batch runs; returns what rank 0 said."""
         with self._replicas.all():
-            result = self._ask_all(verb, *args, **kwargs)
+            result = self._ask_all(verb, "on_adapters", ((verb, *args), kwargs))[0]
         if verb != "get_lora_status":
             self._history.append((verb, args, kwargs))
         return result
+
+    def call(self, function: Callable[..., Any], *args: Any) -> dict[int, Any]:
+        """``function(worker, *args)`` on every rank, when no batch runs; what each returned.
+
+        The ranks import ``function``: it is one of a module. All of them run it together, so what
+        it asks of the pipeline's groups they ask alike. `restart` forgets what it changed.
+
+        Raises:
+            DiffusionError: what it raised on all ranks, or `WorkerDied`.
+        """
+        with self._replicas.all():
+            return self._ask_all(function.__qualname__, "call", (function, args))
 
     def restart(self, progress: ProgressListener | None = None) -> None:
         """End what is left of the ranks and start others, with the adapters that were in force.
@@ -135,7 +147,7 @@ class WorkerGroup(LoRAVerbs):
         self.close()
         self._open(progress)
         for verb, args, kwargs in self._history:
-            self._ask_all(verb, *args, **kwargs)
+            self._ask_all(verb, "on_adapters", ((verb, *args), kwargs))
 
     def close(self) -> None:
         """End the ranks; nothing of them stays."""
@@ -163,15 +175,16 @@ class WorkerGroup(LoRAVerbs):
             self.close()
             raise
 
-    def _ask_all(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+    def _ask_all(self, what: str, verb: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
+        """Give all ranks one order and wait; what each returned."""
         ranks = tuple(range(self.model.server_args.parallel.layout.world_size))
-        order = self._crew.give(verb, ranks, "on_adapters", ((verb, *args), kwargs))
+        order = self._crew.give(what, ranks, verb, arguments)
         event = None
         while not isinstance(event, Finished):
             _, event = order.events.get()
             if isinstance(event, WorkerDied):
                 raise WorkerDied(str(event))
-        return order.values()[0]
+        return order.values()
 
     def _deal(
         self,

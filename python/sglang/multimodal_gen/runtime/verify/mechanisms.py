@@ -1,5 +1,7 @@
 """The checks of what a port can do beside running plainly: each against the one-rank, resident run.
 
+Rows that start the same ranks stand together, so that each layout is started once.
+
 A check is one `Mechanism`: its name, whether the pipeline supports it (or why not), a run that
 measures, and a bound. To add one, add an entry to `MECHANISMS` with a ``run``; from then on the
 command runs it wherever ``unsupported`` finds nothing against it.
@@ -19,27 +21,35 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sglang.multimodal_gen.runtime.loader.components import role_of
+from sglang.multimodal_gen.runtime.models.vaes.parallel_tiled_vae import ParallelTiledVAE
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
     ComposedPipelineBase,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.lora_pipeline import LoRAPipeline
 from sglang.multimodal_gen.runtime.server_args.server_args import server_flags
+from sglang.multimodal_gen.runtime.verify.baseline import Baseline
 from sglang.multimodal_gen.runtime.verify.evidence import Finding
-from sglang.multimodal_gen.runtime.verify.measure import FINAL_LIMIT, relative_l2
+from sglang.multimodal_gen.runtime.verify.measure import (
+    FINAL_LIMIT,
+    FORWARD_LIMIT,
+    relative_l2,
+)
+from sglang.multimodal_gen.runtime.verify.mechanism_runs import (
+    run_cfg_parallel,
+    run_dit_tp,
+    run_encoder_tp,
+    run_layerwise_offload,
+    run_sp,
+    run_spatial_shard,
+    run_tiled,
+    run_tp_sp,
+)
 from sglang.multimodal_gen.runtime.verify.port import Port
 from sglang.multimodal_gen.runtime.verify.request import Request
 
 RANK = 4
 STRENGTH = 0.5
 MOVED = 1e-2
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """The plain run that a mechanism must not change: the request, and the decoder's picture."""
-
-    request: Request
-    picture: Tensor
 
 
 @dataclass(frozen=True)
@@ -94,14 +104,16 @@ def _needs(name: str, flag: str) -> Callable[[Port], str | None]:
     return unsupported
 
 
+def _no_bands(port: Port) -> str | None:
+    if isinstance(port.decoder, ParallelTiledVAE):
+        return None
+    return f"{type(port.decoder).__name__} is no ParallelTiledVAE: it works at once, on one rank"
+
+
 def _no_lora(port: Port) -> str | None:
     if not isinstance(port.pipeline, LoRAPipeline):
         return f"{type(port.pipeline).__name__} does not derive from LoRAPipeline"
     return None
-
-
-def _unwritten(port: Port, baseline: Baseline) -> Finding:
-    return Finding(0.0, skipped="not checked here: this build can do it, but verify cannot yet")
 
 
 def _lora(port: Port, baseline: Baseline) -> Finding:
@@ -172,21 +184,24 @@ def _by_hand(
 
 
 MECHANISMS: tuple[Mechanism, ...] = (
-    Mechanism("vae-tiled", "VAE decode, tiled", _needs("vae-tiled", "--vae-mode"), _unwritten),
+    Mechanism("vae-tiled", "VAE decode, tiled", _no_bands, run_tiled, FORWARD_LIMIT),
     Mechanism(
         "vae-spatial-shard", "VAE decode, spatial_shard",
-        _needs("vae-spatial-shard", "--vae-mode"), _unwritten,
+        _no_bands, run_spatial_shard, FORWARD_LIMIT,
     ),
-    Mechanism("encoder-tp", "encoder TP", _needs("encoder-tp", "--tp-size"), _unwritten),
-    Mechanism("dit-tp", "denoiser TP", _needs("dit-tp", "--tp-size"), _unwritten),
-    Mechanism("sp", "SP", _needs("sp", "--sp-degree"), _unwritten),
-    Mechanism("tp-sp", "TP x SP", _needs("tp-sp", "--sp-degree"), _unwritten),
+    Mechanism(
+        "cfg-parallel", "CFG parallel",
+        _needs("cfg-parallel", "--enable-cfg-parallel"), run_cfg_parallel, FORWARD_LIMIT,
+    ),
+    Mechanism(
+        "encoder-tp", "encoder TP", _needs("encoder-tp", "--tp-size"), run_encoder_tp, FORWARD_LIMIT
+    ),
+    Mechanism("dit-tp", "denoiser TP", _needs("dit-tp", "--tp-size"), run_dit_tp, FORWARD_LIMIT),
+    Mechanism("sp", "SP", _needs("sp", "--sp-degree"), run_sp, FORWARD_LIMIT),
+    Mechanism("tp-sp", "TP x SP", _needs("tp-sp", "--sp-degree"), run_tp_sp, FORWARD_LIMIT),
     Mechanism(
         "layerwise-offload", "layerwise offload",
-        _needs("layerwise-offload", "--layerwise-offload-components"), _unwritten,
+        _needs("layerwise-offload", "--layerwise-offload-components"), run_layerwise_offload, 0.0,
     ),
     Mechanism("lora", "LoRA: live, merged, off", _no_lora, _lora),
-    Mechanism(
-        "cfg-parallel", "CFG parallel", _needs("cfg-parallel", "--enable-cfg-parallel"), _unwritten
-    ),
 )  # fmt: skip

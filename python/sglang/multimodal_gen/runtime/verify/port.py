@@ -24,15 +24,19 @@ from sglang.multimodal_gen.runtime.utils.errors import DiffusionError, UserError
 from sglang.multimodal_gen.runtime.verify.request import Request
 from sglang.multimodal_gen.runtime.verify.run_record import RunRecord, recorded_run
 
+EMBEDDINGS = ("prompt_embeds", "pooled_embeds", "negative_prompt_embeds", "neg_pooled_embeds")
 DENOISER_ROLES = ("transformer", "unet")
 
 
 class Port:
-    """A loaded native pipeline, and what of it is watched."""
+    """A loaded native pipeline, and what of it is watched.
 
-    def __init__(self, model: ModelDescription) -> None:
+    ``worker`` is one that has loaded it already.
+    """
+
+    def __init__(self, model: ModelDescription, worker: Worker | None = None) -> None:
         self.model = model
-        self.worker = Worker(model)
+        self.worker = Worker(model) if worker is None else worker
         self.pipeline: ComposedPipelineBase = self.worker.pipeline
         names = denoiser_names(type(self.pipeline))
         self.denoisers: list[nn.Module] = [
@@ -118,6 +122,10 @@ def _noting(forward: Callable[..., Req], record: RunRecord) -> Callable[..., Req
             record.sigmas = sigmas[: len(record.timesteps)].detach().cpu().clone()
         # Freed after its last reader: what matters is whether it ever was there.
         record.negative_embeds = record.negative_embeds or bool(batch.negative_prompt_embeds)
+        for name in EMBEDDINGS:
+            for index, value in enumerate(getattr(batch, name, None) or ()):
+                if isinstance(value, Tensor):
+                    record.embeddings[f"{name}[{index}]"] = value.detach().to("cpu", copy=True)
         shape = getattr(batch, "raw_latent_shape", None)
         if shape is not None:
             record.raw_latent_shape = tuple(shape)

@@ -49,6 +49,8 @@ class RunRecord:
     """Whether the port took the request for one with classifier-free guidance."""
     negative_embeds: bool | None = None
     """Whether any stage of the port wrote embeddings of the negative prompt."""
+    embeddings: dict[str, Tensor] = field(default_factory=dict)
+    """What the port's text encoders made, by field of the batch and place in it."""
     error: Exception | None = None
     order: tuple[int, ...] = (0, 1)
 

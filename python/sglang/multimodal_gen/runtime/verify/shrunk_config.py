@@ -4,6 +4,9 @@ Depth is cut: every count of layers becomes 2 at most, and lists with one entry 
 every width and every count of heads, in all components, is divided by one and the same number: what
 was equal stays equal, and sums and ratios hold, so that a text encoder's width still is what the
 denoiser expects. Head widths, channels of latents and pictures, and vocabularies stay.
+
+An odd count of heads becomes the next even one where nothing else depends on it, so that heads can
+be dealt over two ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ _LAYERS = re.compile(r"(.*_)?(layers|layers_per_block)")
 _HEADS = re.compile(r"(.*_)?heads")
 _WIDTH = re.compile(r"(.*_)?(dim|d_model|d_ff|hidden_size|intermediate_size|embedding_size)")
 _FIXED = re.compile(r".*(head_dim|z_dim|freq_dim|rope.*dim)|d_kv")
+_HEAD_WIDTH = re.compile(r"(.*_)?head_dim|d_kv")
 _CHANNELS = "block_out_channels"
 _GROUPS = "norm_num_groups"
 
@@ -51,7 +55,24 @@ def shrunk(config: Mapping[str, Any], divisor: int) -> dict[str, Any]:
             small[key] = value[: cut[len(value)]]
         else:
             small[key] = value
-    return small
+    return {key: _even(key, value, small) for key, value in small.items()}
+
+
+def _even(key: str, value: Any, config: Mapping[str, Any]) -> Any:
+    """An odd count of heads, and one more if no other number of the config speaks against it.
+
+    Either the heads' width is given, and their product is no width that is given too; or it is
+    what a width leaves each, and then the new count must divide all widths.
+    """
+    if type(value) is not int or not _HEADS.fullmatch(key) or value < 2 or value % 2 == 0:
+        return value
+    if any(_HEADS.fullmatch(other) for other in config if other != key):
+        return value  # of keys and values apart, or of another part: one follows from the other
+    sizes = [size for name, size in config.items() if name != key and _is_size(name, size)]
+    width = next((w for name, w in config.items() if _HEAD_WIDTH.fullmatch(name)), None)
+    if type(width) is int:
+        return value if value * width in sizes else value + 1
+    return value + 1 if all(size % (value + 1) == 0 for size in sizes) else value
 
 
 def _counts_layers(key: str, value: object) -> bool:

@@ -23,8 +23,10 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     UserError,
 )
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
+from sglang.multimodal_gen.runtime.verify.baseline import Baseline
 from sglang.multimodal_gen.runtime.verify.evidence import Cause, Evidence, Finding, reason_of
-from sglang.multimodal_gen.runtime.verify.mechanisms import MECHANISMS, Baseline, Mechanism
+from sglang.multimodal_gen.runtime.verify.mechanisms import MECHANISMS, Mechanism
+from sglang.multimodal_gen.runtime.verify.on_ranks import CannotRun, Ranks
 from sglang.multimodal_gen.runtime.verify.port import Port, decoder_name, denoiser_names
 from sglang.multimodal_gen.runtime.verify.reference import (
     DIFFUSERS,
@@ -231,7 +233,15 @@ class _Run:
             self._reference_row(check, evidence)
 
     def against_itself(self) -> None:
-        """The mechanisms, against the plain run."""
+        """The mechanisms, against the plain run; ranks that were started for them are ended."""
+        classes = tuple(type(module) for module in self.port.pipeline.modules.values())
+        ranks = Ranks(self.model, self.say, classes)
+        try:
+            self._mechanism_rows(ranks)
+        finally:
+            ranks.close()
+
+    def _mechanism_rows(self, ranks: Ranks) -> None:
         wanted = [m for m in MECHANISMS if self.wish.wants(m.name)]
         baseline: Baseline | None = None
         for mechanism in wanted:
@@ -244,7 +254,10 @@ class _Run:
                 self.rows.append(row)
                 continue
             if baseline is None:
-                baseline = Baseline(self.requests[0], self.port.picture(self.requests[0]))
+                record = self.port.run(self.requests[0])
+                if record.error is not None:
+                    raise record.error
+                baseline = Baseline(self.requests[0], record, ranks)
             self._mechanism_row(mechanism, baseline)
 
     def _requests(self) -> list[Request]:
@@ -307,6 +320,8 @@ class _Run:
         start = time.perf_counter()
         try:
             finding = mechanism.run(self.port, baseline)
+        except CannotRun as error:
+            finding = Finding(0.0, skipped=str(error))
         except DiffusionError as error:
             finding = Finding(float("inf"), reason_of(error))
         seconds = time.perf_counter() - start

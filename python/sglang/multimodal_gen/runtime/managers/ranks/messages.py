@@ -48,7 +48,8 @@ class RankTask:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Work for ranks; each reports its `End`. ``verb`` is ``load``, ``run`` or ``on_adapters``.
+    """Work for ranks; each reports its `End`. ``verb`` is ``load``, ``run``, ``call`` or
+    ``on_adapters``.
 
     ``arguments`` are pickled: what a rank cannot read is that order's failure.
     """

@@ -122,6 +122,9 @@ class RankLoop:
         arguments = pickle.loads(order.arguments)
         if order.verb == "run":
             return self._run(order.id, *arguments)
+        if order.verb == "call":
+            function, given = arguments
+            return function(self._worker, *given)
         assert order.verb == "on_adapters", order.verb
         args, kwargs = arguments
         value = self._worker.on_adapters(*args, **kwargs)

@@ -213,3 +213,10 @@ def test_heads_are_counted_on_a_rank_of_tensor_parallelism():
     fitted, notes = fit_heads(ParallelArgs(num_gpus=4, tp_size=2), resolved, [6])
     assert (fitted.ulysses_degree, fitted.ring_degree, fitted.tp_size) == (1, 2, 2)
     assert "6 attention heads" in notes[0]
+
+
+def test_more_ranks_than_the_machine_can_hold_are_refused():
+    """A hundred processes of half a GiB each took a machine of 24 GiB down for minutes."""
+    with pytest.raises(InvalidArgument, match=r"num_gpus=100: .*16 GiB hold 16"):
+        resolved(num_gpus=100)
+    assert resolved(num_gpus=16).args.parallel.num_gpus == 16

@@ -14,6 +14,9 @@ from sglang.multimodal_gen.runtime.server_args.parallel_args import ParallelArgs
 from sglang.multimodal_gen.runtime.utils.environ import LaunchedRank
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 
+RANK_BYTES = 2**30
+"""Host memory of a rank on a CPU: torch and the libraries take half of it."""
+
 
 def resolve_parallel(
     args: ParallelArgs,
@@ -151,10 +154,25 @@ def _check_machine(
     if total % args.nnodes:
         raise InvalidArgument("num_gpus", total, f"does not divide over nnodes={args.nnodes}.")
     here = total // args.nnodes if launched is None else launched.local_world_size
-    if device != "cuda" or here <= max(facts.device_count, 1):
+    if device != "cuda":
+        _check_processes(total, here, facts)
+        return
+    if here <= max(facts.device_count, 1):
         return
     share = "" if here == total else f" ({here} of them on each node)"
     problem = f"this machine has {facts.device_count} GPUs{share}. Use --device cpu, or fewer."
+    raise InvalidArgument("num_gpus", total, problem)
+
+
+def _check_processes(total: int, here: int, facts: DeviceFacts) -> None:
+    """Ranks on a CPU are processes, and too many take the machine down with them."""
+    most = max(1, facts.memory_bytes // RANK_BYTES)
+    if facts.cuda_available or here <= most:
+        return
+    problem = (
+        f"each rank on a CPU is a process of half a GiB or more, and this machine's "
+        f"{facts.memory_bytes / 2**30:.0f} GiB hold {most}. Use fewer."
+    )
     raise InvalidArgument("num_gpus", total, problem)
 
 

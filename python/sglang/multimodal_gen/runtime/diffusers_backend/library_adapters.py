@@ -92,7 +92,11 @@ class LibraryAdapters:
             changed = {name: dict(self._layers(name, key)) for name in self.components}
             changed = {name: layers for name, layers in changed.items() if layers}
             if not changed:
-                raise CheckpointError(self._no_match(file))
+                raise CheckpointError(
+                    f"{file.path} changes nothing of this pipeline: none of its "
+                    f"{len(file.tensors)} tensors fits a module of {', '.join(self.components)}. "
+                    f"{self._both_sides(file)} Likely cause: an adapter for another model."
+                )
             for layer in (layer for layers in changed.values() for layer in layers.values()):
                 layer.set_scale(key, 1.0)  # a text encoder's comes scaled as the last call was
             receipt = self._receipt(file, nickname, key, changed)
@@ -103,7 +107,8 @@ class LibraryAdapters:
                 raise
             reason = " ".join(str(error).split())
             raise CheckpointError(
-                f"{self._no_match(file)} Diffusers says: {type(error).__name__}: {reason}"
+                f"{file.path}: Diffusers cannot load it: {type(error).__name__}: {reason}. "
+                f"{self._both_sides(file)}"
             ) from error
         for name in changed:
             getattr(self.pipeline, name).eval()  # new layers come in training mode
@@ -211,7 +216,7 @@ class LibraryAdapters:
                          local_files_only=True)  # fmt: skip
         return list(state[0] if isinstance(state, tuple) else state)
 
-    def _no_match(self, file: LoRAFile) -> str:
+    def _both_sides(self, file: LoRAFile) -> str:
         ours = [
             f"{name}.{path}"
             for name in self.components
@@ -221,11 +226,7 @@ class LibraryAdapters:
         theirs = list(file.tensors)
         with contextlib.suppress(*_UNFIT):
             theirs = self._names(file)
-        return (
-            f"{file.path} changes nothing of this pipeline: none of its {len(file.tensors)} "
-            f"tensors fits a module of {', '.join(self.components)}. It has: {listed(theirs)}. "
-            f"The model has: {listed(ours)}. Likely cause: an adapter for another model."
-        )
+        return f"It has: {listed(theirs)}. The model has: {listed(ours)}."
 
 
 def _plain(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,22 +16,36 @@ from sglang.multimodal_gen.runtime.diffusers_backend.call_signature import (
 from sglang.multimodal_gen.runtime.diffusers_backend.execution_stage import (
     DiffusersExecutionStage,
 )
-from sglang.multimodal_gen.runtime.diffusers_backend.loading import check_components, load_pipeline
-from sglang.multimodal_gen.runtime.diffusers_backend.settings import DiffusersPipelineConfig
-from sglang.multimodal_gen.runtime.loader.model_source import ModelSource, resolve_model_source
-from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
-    ComposedPipelineBase,
+from sglang.multimodal_gen.runtime.diffusers_backend.library_adapters import (
+    LibraryAdapter,
+    LibraryAdapters,
+    no_adapters,
 )
+from sglang.multimodal_gen.runtime.diffusers_backend.loading import check_components, load_pipeline
+from sglang.multimodal_gen.runtime.diffusers_backend.offload import check_memory, offload_note
+from sglang.multimodal_gen.runtime.diffusers_backend.schedulers import check_scheduler
+from sglang.multimodal_gen.runtime.diffusers_backend.settings import DiffusersPipelineConfig
+from sglang.multimodal_gen.runtime.loader.lora_file import LoRAFile
+from sglang.multimodal_gen.runtime.loader.model_source import ModelSource, resolve_model_source
+from sglang.multimodal_gen.runtime.pipelines_core.lora_pipeline import LoRAPipeline
+from sglang.multimodal_gen.runtime.pipelines_core.lora_selection import LoadedAdapter, Selection
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
-from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, ModelNotFound
+from sglang.multimodal_gen.runtime.utils.errors import (
+    InvalidArgument,
+    ModelNotFound,
+    UserError,
+)
 from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
+logger = logging.getLogger(__name__)
 
-class DiffusersPipeline(ComposedPipelineBase):
+
+class DiffusersPipeline(LoRAPipeline):
     """Runs the pipeline class that ``model_index.json`` names, as Diffusers wrote it.
 
-    For models without a native family: compatible first, without this runtime's speed.
+    For models without a native family: compatible first, without this runtime's speed. Adapters
+    are Diffusers' own too, where the pipeline class takes them.
     """
 
     pipeline_name = "DiffusersPipeline"
@@ -38,6 +53,16 @@ class DiffusersPipeline(ComposedPipelineBase):
     _required_config_modules = ["pipeline"]
     # Its calls take the request's settings, and its warnings do not say whose prompt they quote.
     supports_dynamic_batching = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._library = LibraryAdapters(self.modules["pipeline"])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence for each choice made while loading."""
+        note = offload_note(self.server_args)
+        return super().notes if note is None else (*super().notes, note)
 
     @classmethod
     def bind_checkpoint(cls, source: ModelSource, server_args: ServerArgs) -> ServerArgs:
@@ -57,7 +82,13 @@ class DiffusersPipeline(ComposedPipelineBase):
             )
         _refuse_overrides(source, server_args)
         check_components(source)
-        signature = signature_of(pipeline_class(source.class_name or ""))
+        found = pipeline_class(source.class_name or "")
+        check_memory(server_args, source, found)
+        check_scheduler(config.scheduler, source)
+        for path in server_args.lora.lora_paths:
+            if (problem := no_adapters(found)) is not None:
+                raise InvalidArgument("lora_path", path, problem)
+        signature = signature_of(found)
         for name in NO_PICTURES:
             if name in signature:
                 raise ModelNotFound(
@@ -94,12 +125,44 @@ class DiffusersPipeline(ComposedPipelineBase):
             DiffusersExecutionStage(self._required("pipeline")), "diffusers_execution_stage"
         )
 
+    # Adapters: the verbs are the shared ones, the layers are Diffusers'.
+
+    def _components(self) -> list[str]:
+        return self._library.components
+
+    def _read(self, file: LoRAFile, nickname: str) -> LoadedAdapter:
+        problem = no_adapters(type(self.modules["pipeline"]))
+        if problem is not None:
+            raise UserError(f"lora_path={str(file.path)!r}: {problem}")
+        try:
+            adapter = self._library.load(file, nickname)
+        finally:  # the library puts a new adapter in force at once
+            self._library.enforce(self._selections)
+        log = logger.warning if adapter.receipt.leftovers() else logger.info
+        log("%s", adapter.receipt.summary())
+        return adapter
+
+    def _apply(self, component: str, wanted: Selection, *, may_run_live: bool = False) -> None:
+        if may_run_live and wanted.mode == "merged":
+            wanted = dataclasses.replace(wanted, mode="live")  # as Diffusers does by itself
+        if wanted == self._selection(component):
+            return
+        self._selections[component] = Selection()
+        try:
+            self._library.enforce({**self._selections, component: wanted})
+        except BaseException:
+            self._library.enforce(self._selections)
+            raise
+        self._selections[component] = wanted
+
+    def _forget(self, adapter: LoadedAdapter) -> None:
+        assert isinstance(adapter, LibraryAdapter)
+        self._library.delete(adapter)
+        self._library.enforce(self._selections)
+
 
 def _refuse_overrides(source: ModelSource, server_args: ServerArgs) -> None:
     model, known = server_args.model, source.components
-    if (setting := server_args.memory.first_set()) is not None:
-        problem = "the Diffusers backend keeps all components on the device; leave it out"
-        raise InvalidArgument(*setting, problem)
     if server_args.vae.vae_mode != "auto":
         problem = "the Diffusers backend decodes as its pipeline does. Leave it out"
         raise InvalidArgument("vae_mode", server_args.vae.vae_mode, problem)

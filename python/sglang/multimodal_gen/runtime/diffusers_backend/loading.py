@@ -13,6 +13,8 @@ from safetensors import SafetensorError
 
 from sglang.multimodal_gen.runtime.diffusers_backend.call_signature import pipeline_class
 from sglang.multimodal_gen.runtime.diffusers_backend.library_messages import library_messages
+from sglang.multimodal_gen.runtime.diffusers_backend.offload import place
+from sglang.multimodal_gen.runtime.diffusers_backend.schedulers import choose_scheduler
 from sglang.multimodal_gen.runtime.loader.model_source import ModelSource
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, OutOfMemory
@@ -25,8 +27,8 @@ _LABEL = "Diffusers pipeline"
 # What the libraries log where a checkpoint lacks weights; they go on with random ones.
 _RANDOM_WEIGHTS = re.compile(r"newly initialized|\bMISSING\b")
 # What they raise for a folder that is incomplete, damaged or of another version.
-_UNLOADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError,
-               NotImplementedError, SafetensorError)  # fmt: skip
+UNLOADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError,
+              NotImplementedError, SafetensorError)  # fmt: skip
 
 
 def check_components(source: ModelSource) -> None:
@@ -70,13 +72,14 @@ def load_pipeline(
                 local_files_only=True,
                 trust_remote_code=False,
             )
-            pipeline.to(server_args.platform.device)
+            choose_scheduler(pipeline, server_args)
+            place(pipeline, server_args)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"{source.name} does not fit into the device's memory ({error}). Try --precision "
                 "bf16, or --device cpu"
             ) from error
-        except _UNLOADABLE as error:
+        except UNLOADABLE as error:
             raise CheckpointError(
                 f"{source.name}: Diffusers cannot load it: {type(error).__name__}: {error}"
             ) from error

@@ -13,7 +13,11 @@ from sglang.multimodal_gen.configs.sample.sampling_params import (
 )
 from sglang.multimodal_gen.configs.task_type import ModelTaskType
 from sglang.multimodal_gen.runtime.diffusers_backend.call_arguments import check_call
-from sglang.multimodal_gen.runtime.diffusers_backend.call_signature import CallSignature
+from sglang.multimodal_gen.runtime.diffusers_backend.call_signature import (
+    CallSignature,
+    pipeline_class,
+)
+from sglang.multimodal_gen.runtime.diffusers_backend.library_adapters import no_adapters
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, InvalidRequest
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
@@ -48,10 +52,12 @@ class DiffusersPipelineConfig(PipelineConfig):
     """
 
     opaque: ClassVar[bool] = True
-    SETTINGS: ClassVar[tuple[str, ...]] = ("dit_precision", "max_pixels")
+    SETTINGS: ClassVar[tuple[str, ...]] = ("dit_precision", "max_pixels", "scheduler")
 
     signature: CallSignature | None = None
     """Of the pipeline that the checkpoint names; known once the checkpoint is."""
+    scheduler: str = ""
+    """A scheduler class in place of the checkpoint's, made from its settings; empty keeps it."""
 
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
         """A copy with an operator's settings; those of single stages have no meaning here.
@@ -79,3 +85,7 @@ class DiffusersPipelineConfig(PipelineConfig):
         """Refuse, before anything is loaded, what the pipeline's call does not take."""
         assert self.signature is not None
         check_call(params, self.signature)
+        if params.lora_choices:
+            problem = no_adapters(pipeline_class(self.signature.class_name))
+            if problem is not None:
+                raise InvalidRequest("lora", params.lora_choices[0].adapter, problem)

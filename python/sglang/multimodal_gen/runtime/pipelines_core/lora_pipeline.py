@@ -107,6 +107,7 @@ class LoRAPipeline(ComposedPipelineBase):
                     mode = selection.mode if left else "off"
                     self._apply(component, replace(selection, chosen=left, mode=mode))
             del self._adapters[lora_nickname]
+            self._forget(adapter)
 
     def _read(self, file: LoRAFile, nickname: str) -> LoadedAdapter:
         components = self._components()
@@ -265,6 +266,8 @@ class LoRAPipeline(ComposedPipelineBase):
                 for component in before:
                     self._apply(component, select(chosen, component, "live"))
                 yield [adapter.receipt for adapter, _ in chosen]
+            while len(self._request_files) > REQUEST_FILES_KEPT:
+                self._forget(self._request_files.pop(next(iter(self._request_files))))
 
     # What is known.
 
@@ -373,9 +376,13 @@ class LoRAPipeline(ComposedPipelineBase):
         file = find_lora_file(choice.adapter)
         key = str(file.path.resolve())
         known = self._request_files.pop(key, None)
-        if known is None or known.stamp != file.stamp:
+        if known is not None and known.stamp != file.stamp:
+            self._forget(known)
+            known = None
+        if known is None:
             known = self._read(file, choice.adapter)
         self._request_files[key] = known  # the last used stands last
-        while len(self._request_files) > REQUEST_FILES_KEPT:
-            del self._request_files[next(iter(self._request_files))]
         return known
+
+    def _forget(self, adapter: LoadedAdapter) -> None:
+        """An adapter that is in force nowhere is let go of; its tensors go with the object."""

@@ -198,6 +198,18 @@ def test_requests_choose_and_leave_no_trace(generator, direct, files):
     assert (picture(generator) == standing).all()
 
 
+def test_what_a_call_does_to_weights_is_undone(generator, files):
+    generator.set_lora("ink", files["both"], strength=0.7)
+    standing = picture(generator)
+    for scale in (0.0, 0.3):
+        extra = {"cross_attention_kwargs": {"scale": scale}}
+        scaled = picture(generator, diffusers_kwargs=extra)
+        assert (scaled != standing).any()
+        assert (picture(generator) == standing).all()
+    (receipt,) = generator.set_lora("more", files["both"])
+    assert list(receipt.scaling) == [1.0], "at its own weight, whatever the last call's scale was"
+
+
 def test_a_component_can_be_the_only_target(generator, files):
     generator.set_lora("x", files["both"])
     everything = picture(generator)

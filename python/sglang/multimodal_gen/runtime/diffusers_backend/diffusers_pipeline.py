@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from sglang.multimodal_gen.configs.lora_choice import LoRAChoice
 from sglang.multimodal_gen.configs.task_type import ModelTaskType
 from sglang.multimodal_gen.runtime.diffusers_backend.call_signature import (
     NO_PICTURES,
@@ -25,6 +27,7 @@ from sglang.multimodal_gen.runtime.diffusers_backend.loading import check_compon
 from sglang.multimodal_gen.runtime.diffusers_backend.offload import check_memory, offload_note
 from sglang.multimodal_gen.runtime.diffusers_backend.schedulers import check_scheduler
 from sglang.multimodal_gen.runtime.diffusers_backend.settings import DiffusersPipelineConfig
+from sglang.multimodal_gen.runtime.layers.lora.receipt import LoRAReceipt
 from sglang.multimodal_gen.runtime.loader.lora_file import LoRAFile
 from sglang.multimodal_gen.runtime.loader.model_source import ModelSource, resolve_model_source
 from sglang.multimodal_gen.runtime.pipelines_core.lora_pipeline import LoRAPipeline
@@ -126,6 +129,15 @@ class DiffusersPipeline(LoRAPipeline):
         )
 
     # Adapters: the verbs are the shared ones, the layers are Diffusers'.
+
+    @contextmanager
+    def request_adapters(self, choices: Sequence[LoRAChoice] | None) -> Iterator[list[LoRAReceipt]]:
+        """See `LoRAPipeline.request_adapters`; whatever the call did to weights is undone too."""
+        with super().request_adapters(choices) as receipts:
+            try:
+                yield receipts
+            finally:
+                self._library.refresh()
 
     def _components(self) -> list[str]:
         return self._library.components

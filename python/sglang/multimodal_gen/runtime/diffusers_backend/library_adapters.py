@@ -60,6 +60,8 @@ class LibraryAdapters:
         self.pipeline = pipeline
         self._numbers = itertools.count()
         self._keys: set[str] = set()
+        self._weights: dict[str, dict[str, float]] = {}
+        """Key -> component -> weight of what is in force."""
         self._base: dict[str, dict[str, Tensor]] = {}
         """Component -> layer -> its weight before adapters were fused into it; on the host."""
 
@@ -89,16 +91,7 @@ class LibraryAdapters:
                     use_safetensors=True,
                     local_files_only=True,
                 )
-            changed = {name: dict(self._layers(name, key)) for name in self.components}
-            changed = {name: layers for name, layers in changed.items() if layers}
-            if not changed:
-                raise CheckpointError(
-                    f"{file.path} changes nothing of this pipeline: none of its "
-                    f"{len(file.tensors)} tensors fits a module of {', '.join(self.components)}. "
-                    f"{self._both_sides(file)} Likely cause: an adapter for another model."
-                )
-            for layer in (layer for layers in changed.values() for layer in layers.values()):
-                layer.set_scale(key, 1.0)  # a text encoder's comes scaled as the last call was
+            changed = self._changed(file, key)
             receipt = self._receipt(file, nickname, key, changed)
             _check_scaling(file, receipt)
         except BaseException as error:
@@ -126,6 +119,7 @@ class LibraryAdapters:
         Fused weights come back from a copy: subtracting what was added would not give the bits.
         """
         self._unmerge()
+        self._weights = {}
         force = {c: s for c, s in selections.items() if s.effective}
         weights: dict[str, dict[str, float]] = {}
         for component, selection in force.items():
@@ -133,14 +127,23 @@ class LibraryAdapters:
                 assert isinstance(adapter, LibraryAdapter)
                 every = weights.setdefault(adapter.key, dict.fromkeys(adapter.layers, 0.0))
                 every[component] = weight * selection.factor
-        if weights:
-            self.pipeline.set_adapters(list(weights), list(weights.values()))
+        self._weights = weights
+        self.refresh()
         for component in self.components:
             for _, layer in self._tuned(component):
                 layer.enable_adapters(component in force)
         for component, selection in force.items():
             if selection.mode == "merged":
                 self._merge(component, [key for key, w in weights.items() if w.get(component)])
+
+    def refresh(self) -> None:
+        """Set the weights in force again: a call may have left others in the layers.
+
+        A pipeline's own ``scale`` argument multiplies them and divides afterwards, which loses a
+        weight where it is 0, and where the call ends in between.
+        """
+        if self._weights:
+            self.pipeline.set_adapters(list(self._weights), list(self._weights.values()))
 
     # Parts.
 
@@ -179,6 +182,20 @@ class LibraryAdapters:
 
     def _layers(self, component: str, key: str) -> Iterator[tuple[str, Any]]:
         return ((name, layer) for name, layer in self._tuned(component) if key in layer.lora_A)
+
+    def _changed(self, file: LoRAFile, key: str) -> dict[str, dict[str, Any]]:
+        """Component -> path -> layer that has the adapter's factors, at weight 1."""
+        changed = {name: dict(self._layers(name, key)) for name in self.components}
+        changed = {name: layers for name, layers in changed.items() if layers}
+        if not changed:
+            raise CheckpointError(
+                f"{file.path} changes nothing of this pipeline: none of its {len(file.tensors)} "
+                f"tensors fits a module of {', '.join(self.components)}. "
+                f"{self._both_sides(file)} Likely cause: an adapter for another model."
+            )
+        for layer in (layer for layers in changed.values() for layer in layers.values()):
+            layer.set_scale(key, 1.0)  # a text encoder's comes scaled as the last call was
+        return changed
 
     def _receipt(
         self, file: LoRAFile, nickname: str, key: str, changed: Mapping[str, Mapping[str, Any]]
@@ -248,7 +265,8 @@ def _check_scaling(file: LoRAFile, receipt: LoRAReceipt) -> None:
     config = file.configs.get("")
     if config is None or config.source != "adapter_config.json":
         return
-    wanted = {config.alpha / (r**0.5 if config.rank_stabilized else r) for r in receipt.ranks}
+    alpha = receipt.ranks[0] if config.alpha is None else config.alpha
+    wanted = {alpha / (r**0.5 if config.rank_stabilized else r) for r in receipt.ranks}
     if config.alpha_pattern or wanted != set(receipt.scaling):
         raise CheckpointError(
             f"{file.path}: its scaling is in adapter_config.json, which Diffusers does not read: "

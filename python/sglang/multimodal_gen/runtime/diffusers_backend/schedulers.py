@@ -25,7 +25,7 @@ def check_scheduler(name: str, source: ModelSource) -> None:
         return
     _, own = source.components.get("scheduler", ("", ""))
     found = getattr(diffusers, own, None) if own else None
-    if not hasattr(found, "_get_compatibles"):
+    if found is None or not hasattr(found, "_get_compatibles"):
         problem = "this checkpoint has no scheduler that Diffusers says others are compatible with"
         raise InvalidArgument(_FIELD, name, problem)
     known = sorted({cls.__name__ for cls in found._get_compatibles()} | {own})

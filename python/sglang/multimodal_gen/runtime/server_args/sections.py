@@ -121,7 +121,7 @@ class LoRAArgs:
     lora_merge_mode: LoRAMergeMode = flag(
         "auto",
         help="'merge' puts them into the weights, 'dynamic' adds them in each forward; 'auto' "
-        "merges unless the weights' precision would lose most of it.",
+        "merges unless the weights' precision would lose most of it (with Diffusers: 'dynamic').",
     )
 
     def __post_init__(self) -> None:

@@ -40,7 +40,8 @@ def check_scheduler(name: str, source: ModelSource) -> None:
 def choose_scheduler(pipeline: Any, server_args: ServerArgs) -> None:
     """Put the operator's scheduler, made from the settings of the checkpoint's, in its place."""
     config = server_args.pipeline_config
-    assert isinstance(config, DiffusersPipelineConfig)
+    if not isinstance(config, DiffusersPipelineConfig):
+        return  # loaded as a reference, beside a family's own pipeline
     if config.scheduler and config.scheduler != type(pipeline.scheduler).__name__:
         chosen = getattr(diffusers, config.scheduler)
         pipeline.scheduler = chosen.from_config(pipeline.scheduler.config)

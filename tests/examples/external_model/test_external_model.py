@@ -96,7 +96,7 @@ def test_the_port_is_verified_against_the_packages_own_reference(model: Path, tm
         "-m", command, "verify", model, "--reference", reference, "--json", report,
         "--device", "cpu",
     )  # fmt: skip
-    assert "passed: 11 checks" in said
+    assert "passed: 14 checks" in said  # three of them on ranks, which import the package
     assert json.loads(report.read_text())["passed"] is True
     said = run("-m", command, "verify", model, "--device", "cpu", fail=True)
     assert "Diffusers" in said

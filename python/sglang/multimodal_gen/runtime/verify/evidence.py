@@ -33,11 +33,15 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check measured. ``skipped`` says why nothing could be compared."""
+    """What a check measured. ``skipped`` says why nothing could be compared.
+
+    ``bound`` takes the place of the check's, where it compares several things.
+    """
 
     error: float
     detail: str = ""
     skipped: str | None = None
+    bound: float | None = None
 
 
 class Failure(StrEnum):

@@ -16,7 +16,7 @@ from sglang.multimodal_gen.runtime.models.vaes.parallel_tiled_vae import Paralle
 from sglang.multimodal_gen.runtime.server_args.memory_args import MemoryArgs
 from sglang.multimodal_gen.runtime.verify.baseline import Baseline
 from sglang.multimodal_gen.runtime.verify.evidence import Finding
-from sglang.multimodal_gen.runtime.verify.measure import relative_l2
+from sglang.multimodal_gen.runtime.verify.measure import FINAL_LIMIT, FORWARD_LIMIT, relative_l2
 from sglang.multimodal_gen.runtime.verify.on_ranks import CannotRun, RankRun, counted_tiles
 from sglang.multimodal_gen.runtime.verify.port import Port, denoiser_names
 from sglang.multimodal_gen.runtime.verify.recorder import first
@@ -143,7 +143,7 @@ def run_layerwise_offload(port: Port, baseline: Baseline) -> Finding:
 
 
 def _agreement(baseline: Baseline, layout: str, *proofs: tuple[str, ...]) -> Finding:
-    """The last latents of all ranks, and the first one's picture, against the plain run's.
+    """Step 1's prediction and the last latents of all ranks, and the first one's picture.
 
     ``proofs`` are groups; in one of each the denoising stage of every rank must have called.
     """
@@ -153,19 +153,25 @@ def _agreement(baseline: Baseline, layout: str, *proofs: tuple[str, ...]) -> Fin
         if not all(calls):
             return _unsent(DENOISER, calls, groups)
     errors = _errors(runs, baseline)
-    worst = max(errors, key=lambda what: errors[what])
+    worst = max(errors, key=lambda what: errors[what][0] / errors[what][1])
+    error, bound = errors[worst]
     sent = sum(run.calls(DENOISER, *(g for groups in proofs for g in groups)) for run in runs)
     verbs = sorted({key[1] for run in runs for key in run.traffic if key[0] == DENOISER})
     words = f"{worst}; {len(runs)} ranks, {sent} calls ({', '.join(verbs)})"
-    return Finding(errors[worst], words)
+    return Finding(error, words, bound=bound)
 
 
-def _errors(runs: Sequence[RankRun], baseline: Baseline) -> dict[str, float]:
-    errors = {
-        f"latents of rank {rank}": _error(run.latents, baseline.latents)
-        for rank, run in enumerate(runs)
-    }
-    return errors | {"picture": _error(runs[0].picture, baseline.picture)}
+def _errors(runs: Sequence[RankRun], baseline: Baseline) -> dict[str, tuple[float, float]]:
+    """What -> its error and bound: the loop makes the round-off of one step larger."""
+    errors: dict[str, tuple[float, float]] = {}
+    expected = baseline.record.steps[0].prediction
+    for rank, run in enumerate(runs):
+        prediction = _error(run.first_prediction, expected)
+        errors[f"prediction of step 1, rank {rank}"] = (prediction, FORWARD_LIMIT)
+        latents = _error(run.latents, baseline.latents)
+        errors[f"final latents, rank {rank}"] = (latents, FINAL_LIMIT)
+    errors["picture"] = (_error(runs[0].picture, baseline.picture), FINAL_LIMIT)
+    return errors
 
 
 def _error(measured: Tensor | None, expected: Tensor) -> float:

@@ -54,6 +54,7 @@ class RankRun:
     the verb. ``picture`` is None on ranks that decode nothing.
     """
 
+    first_prediction: Tensor | None
     latents: Tensor | None
     embeddings: Mapping[str, Tensor]
     picture: Tensor | None
@@ -174,6 +175,7 @@ def run_here(worker: Worker, request: Request) -> RankRun:
     if record.error is not None:
         raise record.error
     return RankRun(
+        first_prediction=record.steps[0].prediction if record.steps else None,
         latents=record.steps[-1].latents if record.steps else None,
         embeddings=record.embeddings,
         picture=record.picture,

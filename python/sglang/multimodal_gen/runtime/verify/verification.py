@@ -333,6 +333,7 @@ class _Run:
             verdict: Verdict = "proves nothing" if degenerate else "not compared"
             self.rows.append(Row(name, title, verdict, detail=finding.skipped, seconds=seconds))
             return
+        bound = bound if finding.bound is None else finding.bound
         verdict = "ok" if finding.error <= bound else "FAILED"
         row = Row(name, title, verdict, finding.error, bound, finding.detail, seconds)
         self.rows.append(row)

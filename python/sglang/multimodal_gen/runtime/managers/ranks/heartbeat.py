@@ -86,7 +86,8 @@ def waits_for_ranks(frame: FrameType | None) -> bool:
     """Whether a stack's end is a collective, or a wait for one that was started."""
     if frame is not None:
         # A handle's wait() is C: it shows as the line of whoever called it.
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        # A frame that is between two lines has none.
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
         if ".wait(" in line:
             return True
     for _ in range(_INNERMOST):

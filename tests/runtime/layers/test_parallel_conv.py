@@ -47,6 +47,7 @@ windows = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(window=windows, rows=st.integers(1, 8))
 def test_windows_say_what_a_look_at_each_row_says(window, rows):
     height = rows * window.stride

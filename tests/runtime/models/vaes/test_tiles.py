@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.multimodal_gen.runtime.models.vaes.tiles import (
@@ -21,6 +21,7 @@ def axes(draw, most=40):
     return TileAxis(draw(st.integers(1, most)), tile, draw(st.integers(1, tile)))
 
 
+@settings(deadline=None)
 @given(axis=axes())
 def test_tiles_cover_an_axis_and_none_lies_within_the_one_before(axis):
     covered = {i for s in axis.starts for i in range(s, s + axis.length(s))}
@@ -31,6 +32,7 @@ def test_tiles_cover_an_axis_and_none_lies_within_the_one_before(axis):
     assert all(axis.length(s) > axis.overlap for s in axis.starts[1:])
 
 
+@settings(deadline=None)
 @given(rows=axes(20), columns=axes(20), up=st.integers(1, 3))
 def test_tiles_of_a_map_join_to_the_map(rows, columns, up):
     grid = TileGrid(rows, columns)
@@ -44,6 +46,7 @@ def test_tiles_of_a_map_join_to_the_map(rows, columns, up):
     assert all(map(torch.equal, larger, kept)), "the tiles are not changed"
 
 
+@settings(deadline=None)
 @given(frames=axes(20), rows=axes(8), ratio=st.integers(1, 4))
 def test_pieces_of_time_join_to_the_clip(frames, rows, ratio):
     """A causal decoder without memory: the first latent is a frame, each other ``ratio``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sglang.multimodal_gen.runtime.layers.row_shard import RowShards
@@ -15,20 +14,18 @@ def group_norm_rows(norm: nn.GroupNorm, shards: RowShards, x: Tensor) -> Tensor:
     One small exchange: two numbers for each group. Statistics are in float32 whatever the dtype,
     and the map is read and written, never held a second time in float32.
     """
-    batch, channels = x.shape[:2]
     mean, variance = shards.whole_moments(*_moments(x.unflatten(1, (norm.num_groups, -1))))
-    repeats = channels // norm.num_groups
-    # A batch norm with given statistics is the same affine map a channel, in one pass.
-    flat = F.batch_norm(
-        x.reshape(1, batch * channels, *x.shape[2:]),
-        mean.repeat_interleave(repeats, 1).flatten(),
-        variance.repeat_interleave(repeats, 1).flatten(),
-        _per_image(norm.weight, batch, mean.dtype),
-        _per_image(norm.bias, batch, mean.dtype),
-        training=False,
-        eps=norm.eps,
-    )
-    return flat.view(x.shape) if batch > 1 else flat
+    inverse = torch.rsqrt(variance + norm.eps)
+    repeats = x.shape[1] // norm.num_groups
+    scale, mean = (v.repeat_interleave(repeats, 1) for v in (inverse, mean))
+    if norm.weight is not None:
+        scale = scale * norm.weight
+    shift = -mean * scale
+    if norm.bias is not None:
+        shift = shift + norm.bias
+    # One pass, computed in float32, that writes the map's dtype.
+    scale, shift = (v.view(*v.shape, *(1,) * (x.ndim - 2)) for v in (scale, shift))
+    return torch.addcmul(shift, x, scale, out=torch.empty_like(x))
 
 
 def _moments(groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +39,3 @@ def _moments(groups: Tensor) -> tuple[Tensor, Tensor]:
     mean = groups.sum(dims, dtype=torch.float32) / count
     square = torch.linalg.vector_norm(groups, 2, dims, dtype=torch.float32).square() / count
     return mean, (square - mean.square()).clamp_min(0)
-
-
-def _per_image(weight: Tensor | None, batch: int, dtype: torch.dtype) -> Tensor | None:
-    return None if weight is None else weight.to(dtype).repeat(batch)

@@ -20,7 +20,7 @@ from sglang.multimodal_gen.runtime.server_args.memory_args import MemoryArgs
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, UserError
 
 from parity.tiny_adapters import diffusers_adapter
-from parity.tiny_checkpoints import flux_dev
+from parity.tiny_checkpoints import flux_for_ranks
 
 REQUEST = {"prompt": "a fox", "seed": 3, "num_inference_steps": 3, "height": 64, "width": 96,
            "max_sequence_length": 32, "negative_prompt": "fog", "true_cfg_scale": 2.0}  # fmt: skip
@@ -80,7 +80,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 @pytest.mark.slow
 def test_two_ranks_hold_half_each_and_predict_what_one_does(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    flux_dev().write(folder)
+    flux_for_ranks().write(folder)
     model, pipeline = build(folder, None)
     transformer = pipeline.get_module("transformer")
     whole = sum(p.nbytes for p in transformer.parameters())
@@ -101,11 +101,12 @@ def test_two_ranks_hold_half_each_and_predict_what_one_does(tmp_path: Path) -> N
         assert report["gathered"] == sizes * 6, "each block is whole while it runs, and only then"
         assert report["kind"].startswith("FSDP")
         assert report["note"] == {"transformer"}
-        for made in (*report["pictures"], report["base again"]):
-            assert relative(made, want) <= 1e-5
-        assert relative(report["with adapter"], adapted) <= 1e-5
         assert report["status"] is False, "'auto' runs live where weights are sharded"
         assert "use merge_mode 'dynamic'" in report["refused"]
+    lead = reports[0]  # the picture is on it alone
+    for made in (*lead["pictures"], lead["base again"]):
+        assert relative(made, want) <= 1e-5
+    assert relative(lead["with adapter"], adapted) <= 1e-5
 
 
 ARGS = MemoryArgs(use_fsdp_inference=True)

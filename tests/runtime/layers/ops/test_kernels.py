@@ -90,3 +90,13 @@ def test_operators_answer_by_device():
     plain = norm.add_gated_norm_modulate_plain(x, gate, update, shift, scale)
     fused = norm.add_gated_norm_modulate(x, gate, update, shift, scale)
     assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))
+
+
+def test_operators_have_gradients():
+    """Those of the plain twin: a kernel has none."""
+    x, shift, scale = (torch.randn(2, s, 8, requires_grad=True) for s in (5, 1, 1))
+    found = torch.autograd.grad(norm.norm_modulate(x, shift, scale).square().sum(), (x, shift, scale))
+    plain = norm.norm_modulate_plain(x, shift, scale).square().sum()
+    expected = torch.autograd.grad(plain, (x, shift, scale))
+    for got, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, right)

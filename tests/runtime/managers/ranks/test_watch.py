@@ -67,6 +67,18 @@ def test_ranks_that_all_wait_for_each_other_are_stuck():
     assert second <= 6
 
 
+def test_a_long_wait_whose_other_side_has_just_ended_is_over():
+    """The last beat of the one that waited is of before; a wait that goes on is in vain."""
+    watch = Watch(0.0)
+    for second in range(1, 10):
+        watch.hear(0, Beat(1, float(second), True, ""), second)
+        watch.hear(1, Beat(1, 0.0, False, ""), second)
+        assert watch.verdict([0, 1], [], second) is None
+    assert watch.verdict([0], [1], 9.5) is None
+    assert watch.verdict([0], [1], 11.0) is None
+    assert watch.verdict([0], [1], 12.5).ranks == (0,)
+
+
 def test_a_rank_without_a_sign_of_life_is_blamed():
     verdict, second, _ = judged([(WAITING, "mute")] * 4 + [(BUSY, "mute")] * 60)
     assert verdict.ranks == (1,)

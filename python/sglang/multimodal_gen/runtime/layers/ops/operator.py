@@ -25,6 +25,7 @@ def fused_operator(schema: str, plain: F, launch: Callable[..., Any]) -> F:
     some four hundred calls.
 
     While torch compiles, the twin is traced instead: the compiler fuses it with what stands around.
+    Where a gradient is asked for, the twin runs too: the kernels have no backward.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -34,7 +35,13 @@ def fused_operator(schema: str, plain: F, launch: Callable[..., Any]) -> F:
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def call(*args: Any) -> Any:
-        return plain(*args) if torch.compiler.is_compiling() else operator(*args)
+        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and _needs_grad(args)):
+            return plain(*args)
+        return operator(*args)
 
     call.__doc__ = plain.__doc__
     return call  # type: ignore[return-value]
+
+
+def _needs_grad(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)

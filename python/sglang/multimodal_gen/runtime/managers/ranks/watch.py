@@ -44,6 +44,7 @@ class Watch:
     heard: dict[int, float] = field(default_factory=dict)
     beats: dict[int, Beat] = field(default_factory=dict)
     stalled_since: dict[int, float] = field(default_factory=dict)
+    stuck: tuple[frozenset[int], float] | None = None
 
     def hear(self, rank: int, beat: Beat, now: float) -> None:
         """A rank gave a sign of life."""
@@ -66,10 +67,24 @@ class Watch:
         if stalled:
             problem = f"did nothing for {limit.stalled + _QUIET_SECONDS:.0f} seconds"
             return Verdict(stalled, f"{problem} while other ranks went on or were done")
-        if all(self._idle(r, limit.stalled) and self.beats[r].waiting for r in working):
+        if self._stuck(frozenset(working), now):
             problem = f"waited {limit.stalled:.0f} seconds for each other in vain"
             return Verdict(tuple(working), problem)
         return None
+
+    def _stuck(self, working: frozenset[int], now: float) -> bool:
+        """Whether all that still work have waited too long, since the last other one ended.
+
+        Since then, for the end of one may be what the others waited for, and their last sign of
+        life be of before it.
+        """
+        if not all(self._idle(r, _QUIET_SECONDS) and self.beats[r].waiting for r in working):
+            self.stuck = None
+            return False
+        if self.stuck is None or self.stuck[0] != working:
+            self.stuck = (working, now)
+        long = now - self.stuck[1] >= self.patience.stalled - _QUIET_SECONDS
+        return long and all(self._idle(r, self.patience.stalled) for r in working)
 
     def stacks(self, ranks: Collection[int]) -> Mapping[int, str]:
         """What those ranks were doing, as far as they said."""

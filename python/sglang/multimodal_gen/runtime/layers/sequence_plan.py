@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
 from sglang.multimodal_gen.runtime.layers.attention.usp import USPAttention
+from sglang.multimodal_gen.runtime.layers.model_table import table_of
 from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
@@ -175,17 +174,16 @@ def sequence_plan(model_class: type) -> SequencePlan | None:
     Raises:
         PipelineDefinitionError: it is something else.
     """
-    for cls in model_class.__mro__:
-        for holder in (cls, sys.modules.get(cls.__module__)):
-            plan: Any = vars(holder or object).get("SP_PLAN")
-            if isinstance(plan, SequencePlan):
-                return plan
-            if plan is not None:
-                raise PipelineDefinitionError(
-                    f"SP_PLAN of {cls.__module__}.{cls.__name__} must be a SequencePlan, not "
-                    f"{type(plan).__name__}"
-                )
-    return None
+    found = table_of(model_class, "SP_PLAN")
+    if found is None or found[0] is None:
+        return None
+    plan, cls = found
+    if not isinstance(plan, SequencePlan):
+        raise PipelineDefinitionError(
+            f"SP_PLAN of {cls.__module__}.{cls.__name__} must be a SequencePlan, not "
+            f"{type(plan).__name__}"
+        )
+    return plan
 
 
 def _matching(at: str, modules: Mapping[str, nn.Module], line: str) -> list[str]:

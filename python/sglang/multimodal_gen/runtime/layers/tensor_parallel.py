@@ -16,7 +16,6 @@ the widths that they see, and so compute on as many heads as this rank has.
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from torch import nn
 
 from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.layers.linear import ColumnParallelLinear, RowParallelLinear
+from sglang.multimodal_gen.runtime.layers.model_table import table_of
 from sglang.multimodal_gen.runtime.layers.norm_across_heads import NormAcrossHeads
 from sglang.multimodal_gen.runtime.layers.parallel_embedding import (
     ColumnParallelEmbedding,
@@ -249,11 +249,8 @@ Plan = Mapping[str, Entry]
 
 def plan_of(model_class: type) -> Plan | None:
     """The table of a model's class: its own attribute ``TP_PLAN``, or its file's; or inherited."""
-    for cls in model_class.__mro__:
-        for holder in (cls, sys.modules.get(cls.__module__)):
-            if TABLE in vars(holder or object):
-                return vars(holder)[TABLE]
-    return None
+    found = table_of(model_class, TABLE)
+    return None if found is None else found[0]
 
 
 class PlannedModel:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
+from sglang.multimodal_gen.runtime.layers.tensor_parallel import plan_of
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentSpec,
     NeuralComponentLoader,
@@ -91,7 +91,7 @@ def component_facts(
     streams = _streams(cls)
     blocks = _block_bytes(sizes, getattr(cls, "layer_names", ())) if streams else ()
     group, ways = _group(cls, role), 1
-    if getattr(cls, "TP_PLAN", getattr(sys.modules[cls.__module__], "TP_PLAN", None)):
+    if plan_of(cls):
         ways = (spec.parallel.tp if group == "dit" else spec.parallel.weights).size
 
     def share(nbytes: int) -> int:

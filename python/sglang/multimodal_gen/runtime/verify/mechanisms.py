@@ -9,7 +9,6 @@ command runs it wherever ``unsupported`` finds nothing against it.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from sglang.multimodal_gen.runtime.layers.model_table import table_of
 from sglang.multimodal_gen.runtime.loader.components import role_of
 from sglang.multimodal_gen.runtime.models.vaes.parallel_tiled_vae import ParallelTiledVAE
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
@@ -79,9 +79,8 @@ DECLARED: Mapping[str, tuple[str, str]] = {
 
 def declares(component: nn.Module | type, attribute: str) -> bool:
     """Whether a component's class, or the file that the class is in, declares a mechanism."""
-    cls = component if isinstance(component, type) else type(component)
-    places = (component, *(sys.modules.get(base.__module__) for base in cls.__mro__))
-    return any(bool(getattr(place, attribute, None)) for place in places)
+    found = table_of(component if isinstance(component, type) else type(component), attribute)
+    return found is not None and bool(found[0])
 
 
 def _components(pipeline: ComposedPipelineBase, role: str) -> list[nn.Module]:

@@ -55,15 +55,6 @@ def describe(path: str, precision: str = "fp32") -> ModelDescription:
     return ModelDescription.find(resolve(args, device_facts()).args)
 
 
-def opened(model: ModelDescription, parallel: ParallelState | None = None) -> Any:
-    return model.info.pipeline_cls(
-        model.server_args.model.model_path,
-        model.server_args,
-        source=model.source,
-        parallel=parallel,
-    )
-
-
 def latents(model: ModelDescription, pipeline: Any, **changes: Any) -> Tensor:
     """The latents at the end of the loop."""
     (batch,) = model.admit(model.sampling_params({**REQUEST, **changes}))
@@ -125,7 +116,7 @@ def compared(function: Any, many: nn.Module, one: nn.Module, group: Group) -> di
 def _measure(_rank: int, layout: ParallelLayout, path: str, lora: str) -> dict[str, Any]:
     parallel = ParallelState.create(layout, "cpu")
     model = describe(path)
-    one, many = opened(model), opened(model, parallel)
+    one, many = model.open_pipeline(), model.open_pipeline(parallel=parallel)
     found: dict[str, Any] = {}
     for name in ("text_encoder", "text_encoder_2"):
         modules = (many.modules[name], one.modules[name])
@@ -137,7 +128,9 @@ def _measure(_rank: int, layout: ParallelLayout, path: str, lora: str) -> dict[s
     found["another seed"] = relative(latents(model, many, seed=6), whole)
     found["lora"] = _measure_lora(one, many, lora)
     model = describe(path, "bf16")
-    half = [opened(model, state).modules["transformer"] for state in (parallel, None)]
+    half = [
+        model.open_pipeline(parallel=state).modules["transformer"] for state in (parallel, None)
+    ]
     found["bf16"] = relative(*(velocity(module) for module in half))
     return found
 
@@ -181,7 +174,7 @@ def root(checkpoints: Path) -> Path:
 @pytest.fixture(scope="module")
 def lora(root: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """On every linear of the blocks by the authors' fused names, and on CLIP."""
-    pipeline = opened(describe(str(root)))
+    pipeline = describe(str(root)).open_pipeline()
     adapter = authors_adapter(pipeline.modules["transformer"], 3, kohya=False, alpha=2.0)
     clip = Adapter(pipeline.modules["text_encoder"], 4, strength=2.0)
     for path in clip.linears:
@@ -248,7 +241,7 @@ def _measure_encoders(
 ) -> dict[str, Any]:
     parallel = ParallelState.create(layout, "cpu")
     model = describe(path)
-    one, many = opened(model), opened(model, parallel)
+    one, many = model.open_pipeline(), model.open_pipeline(parallel=parallel)
     found: dict[str, Any] = {}
     for name in ("text_encoder", "text_encoder_2"):
         for group in parallel.spreads:
@@ -300,4 +293,4 @@ def test_heads_that_do_not_divide_are_refused_by_name(checkpoints, path, heads, 
         f"num_attention_heads={heads} of FluxTransformer2DModel does not divide over tp_size={size}"
     )
     with pytest.raises(InvalidArgument, match=said):
-        opened(describe(path), parallel)
+        describe(path).open_pipeline(parallel=parallel)

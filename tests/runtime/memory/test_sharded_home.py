@@ -29,10 +29,7 @@ REQUEST = {"prompt": "a fox", "seed": 3, "num_inference_steps": 3, "height": 64,
 def build(folder: Path, parallel: ParallelState | None, **flags: Any) -> tuple[Any, Any]:
     args = ServerArgs.from_flat(model_path=str(folder), device="cpu", precision="fp32", **flags)
     model = ModelDescription.find(args)
-    pipeline = model.info.pipeline_cls(
-        str(folder), model.server_args, source=model.source, parallel=parallel
-    )
-    return model, pipeline
+    return model, model.open_pipeline(parallel=parallel)
 
 
 def picture(model: Any, pipeline: Any, **changes: Any) -> Tensor:

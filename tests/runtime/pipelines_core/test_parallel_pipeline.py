@@ -83,22 +83,13 @@ def run(pipeline: Any, description: ModelDescription, request: dict[str, Any]) -
     return Result(batch.latents.float().numpy(), len(calls), traffic, batch.warnings)
 
 
-def build(description: ModelDescription, parallel: ParallelState | None = None) -> Any:
-    return description.info.pipeline_cls(
-        description.server_args.model.model_path,
-        description.server_args,
-        source=description.source,
-        parallel=parallel,
-    )
-
-
 def _on_rank(
     _rank: int, work: list[tuple[str, ParallelLayout, list[dict[str, Any]]]]
 ) -> list[list[Result]]:
     results = []
     for model, layout, requests in work:
         description = describe(model)
-        pipeline = build(description, ParallelState.create(layout, "cpu"))
+        pipeline = description.open_pipeline(parallel=ParallelState.create(layout, "cpu"))
         results.append([run(pipeline, description, request) for request in requests])
     return results
 
@@ -110,7 +101,7 @@ def compared(
     ranks = run_ranks(world_size, _on_rank, work)
     for number, (model, layout, requests) in enumerate(work):
         description = describe(model)
-        alone = build(description)
+        alone = description.open_pipeline()
         for index, request in enumerate(requests):
             expected = run(alone, description, request).latents
             found = [rank[number][index].latents for rank in ranks]
@@ -187,7 +178,7 @@ def test_four_ranks(four_heads: str) -> None:
 def test_the_requests_differ(four_heads: str) -> None:
     for model, plain, guided in ((four_heads, PLAIN, GUIDED), ("demo", DEMO_PLAIN, DEMO)):
         description = describe(model)
-        pipeline = build(description)
+        pipeline = description.open_pipeline()
         latents = [
             run(pipeline, description, request).latents
             for request in (plain, guided, {**plain, "prompt": "two blue birds"})
@@ -204,7 +195,7 @@ def test_heads_that_do_not_divide_are_refused_before_weights_are_read(tmp_path: 
     two = Group("ulysses", 0, (0, 1))
     parallel = dataclasses.replace(ParallelState.single(), sp=two, ulysses=two)
     with pytest.raises(InvalidArgument, match=r"ulysses_degree=2: transformer \(Flux.*has 3 att"):
-        build(describe(str(bare)), parallel)
+        describe(str(bare)).open_pipeline(parallel=parallel)
 
 
 def test_a_pipeline_without_a_denoiser_that_can_be_split_is_refused() -> None:

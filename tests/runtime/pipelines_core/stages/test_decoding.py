@@ -27,10 +27,7 @@ REQUEST = {"prompt": ["a dog", "two cats"], "seed": 3, "height": 80, "width": 48
 def build(folder, parallel=None, **flags):
     args = ServerArgs.from_flat(model_path=str(folder), device="cpu", precision="fp32", **flags)
     model = ModelDescription.find(args)
-    pipeline = model.info.pipeline_cls(
-        str(folder), model.server_args, source=model.source, parallel=parallel
-    )
-    return model, pipeline
+    return model, model.open_pipeline(parallel=parallel)
 
 
 def run(model, pipeline):

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sglang.multimodal_gen.runtime.layers.end_to_end import end_to_end
 from sglang.multimodal_gen.runtime.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -117,29 +118,12 @@ def _pack(parameters: Sequence[Tensor]) -> None:
 def _packed(linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
     """One weight and bias that cover those of all linears, if they lie side by side."""
     plain = [linear for linear in linears if _is_local(linear)]
-    weight = _joined([linear.weight for linear in plain]) if len(plain) == len(linears) else None
+    weight = end_to_end([linear.weight for linear in plain]) if len(plain) == len(linears) else None
     biases = [linear.bias for linear in plain if linear.bias is not None]
     if weight is None or len(biases) not in (0, len(plain)):
         return None
-    bias = _joined(biases) if biases else None
+    bias = end_to_end(biases) if biases else None
     return None if biases and bias is None else (weight, bias)
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor | None:
-    first, address = tensors[0], tensors[0].data_ptr()
-    storage = first.untyped_storage().data_ptr()
-    for tensor in tensors:
-        if (
-            tensor.data_ptr() != address
-            or tensor.untyped_storage().data_ptr() != storage
-            or not tensor.is_contiguous()
-            or tensor.dtype != first.dtype
-            or tensor.shape[1:] != first.shape[1:]
-        ):
-            return None
-        address += tensor.numel() * tensor.element_size()
-    rows = sum(tensor.shape[0] for tensor in tensors)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def _widths(linears: Sequence[nn.Module]) -> list[int]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sglang.multimodal_gen.runtime.layers.end_to_end import end_to_end
 from sglang.multimodal_gen.runtime.layers.ops.qk_norm_rotary import empty_heads, qk_norm_rotary
 from sglang.multimodal_gen.runtime.layers.rotary_embedding import Rotary, rotate_pairs
 from sglang.multimodal_gen.runtime.layers.wide_copy import copy_wide
@@ -49,15 +50,9 @@ def _joined(values: list[Tensor], length: int) -> Tensor:
     """The values one after another along the sequence; a view where they lie so already."""
     first = values[0]
     if first.shape[0] == 1:
-        address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
-        for value in values:
-            neighbour = value.data_ptr() == address and value.stride()[1:] == first.stride()[1:]
-            if not neighbour or value.untyped_storage().data_ptr() != storage:
-                break
-            address += value.shape[1] * value.stride(1) * value.element_size()
-        else:
-            shape = (1, length, *first.shape[2:])
-            return first.as_strided(shape, (length * first.stride(1), *first.stride()[1:]))
+        lying = end_to_end([value[0] for value in values])
+        if lying is not None:
+            return lying[None]
     joined = empty_heads(first, length)
     start = 0
     for value in values:

@@ -117,7 +117,8 @@ def load_components(
     if plan is not None:
         lane = copy_lane(parallel.device) if lane is None else lane
         homes = _homes(chosen, plan, server_args, parallel, lane)
-        specs = {name: replace(spec, home=homes.get(name)) for name, spec in specs.items()}
+        # A copy forgets the headers that its original has read: no more copies than needed.
+        specs |= {name: replace(specs[name], home=home) for name, home in homes.items()}
     sizes = {
         name: spec.checkpoint.total_bytes if isinstance(chosen[name], NeuralComponentLoader) else 0
         for name, spec in specs.items()

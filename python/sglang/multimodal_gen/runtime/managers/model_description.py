@@ -11,12 +11,16 @@ from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
 from sglang.multimodal_gen.configs.task_type import DataType
 from sglang.multimodal_gen.registry import REGISTRY, ModelInfo
+from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.loader.lora_file import find_lora_file
 from sglang.multimodal_gen.runtime.loader.model_source import (
     ModelSource,
     read_sampling_defaults,
 )
 from sglang.multimodal_gen.runtime.managers.admission import admit
+from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
+    ComposedPipelineBase,
+)
 from sglang.multimodal_gen.runtime.pipelines_core.lora_arguments import not_loaded
 from sglang.multimodal_gen.runtime.pipelines_core.lora_pipeline import LoRAPipeline
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, RequestControl
@@ -29,6 +33,7 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     InvalidArgument,
     InvalidRequest,
 )
+from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,25 @@ class ModelDescription:
         parallel, notes = fit_heads(asked, parallel, heads)
         args = dataclasses.replace(self.server_args, parallel=parallel)
         return dataclasses.replace(self, server_args=args), notes
+
+    def open_pipeline(
+        self,
+        *,
+        progress: ProgressListener | None = None,
+        parallel: ParallelState | None = None,
+    ) -> ComposedPipelineBase:
+        """Load it; ``progress`` hears of bytes, ``parallel`` is this rank's place in a run of many.
+
+        Raises:
+            CheckpointError: a component cannot be loaded; nothing is left behind.
+        """
+        return self.info.pipeline_cls(
+            self.server_args.model.model_path,
+            self.server_args,
+            source=self.source,
+            progress=progress,
+            parallel=parallel,
+        )
 
     def sampling_params(self, values: Mapping[str, Any]) -> SamplingParams:
         """A request's settings: the caller's over the checkpoint's over the family's.

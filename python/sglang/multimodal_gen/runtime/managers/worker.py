@@ -12,9 +12,6 @@ from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelSta
 from sglang.multimodal_gen.runtime.layers.lora.receipt import LoRAReceipt
 from sglang.multimodal_gen.runtime.managers.lora_verbs import LoRAVerbs
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
-from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
-    ComposedPipelineBase,
-)
 from sglang.multimodal_gen.runtime.pipelines_core.lora_pipeline import LoRAPipeline
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch, Req
 from sglang.multimodal_gen.runtime.utils.errors import (
@@ -44,13 +41,7 @@ class Worker(LoRAVerbs):
         parallel: ParallelState | None = None,
     ) -> None:
         self.model = model
-        self.pipeline: ComposedPipelineBase = model.info.pipeline_cls(
-            model.server_args.model.model_path,
-            model.server_args,
-            source=model.source,
-            progress=progress,
-            parallel=parallel,
-        )
+        self.pipeline = model.open_pipeline(progress=progress, parallel=parallel)
         self.lora_receipts = self._start_adapters()
         self.notes = (*self.pipeline.notes, *(r.summary() for r in self.lora_receipts))
         """One sentence for each choice that was made while loading."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,20 +33,10 @@ def qk_norm_rotary_plain(
         out.copy_(rotate_pairs(F.rms_norm(x, weight.shape, weight, eps), rotary))
 
 
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    q_out: Tensor,
-    k_out: Tensor,
-) -> None:
+def _launch(*args: Any) -> None:
     from sglang.multimodal_gen.runtime.layers.ops.triton import qk_norm_rotary_kernel
 
-    qk_norm_rotary_kernel.launch(q, k, q_weight, k_weight, cos, sin, eps, q_out, k_out)
+    qk_norm_rotary_kernel.launch(*args)
 
 
 qk_norm_rotary = fused_operator(

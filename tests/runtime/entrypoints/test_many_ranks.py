@@ -10,7 +10,9 @@ import pytest
 from processes import all_gone
 from sglang.multimodal_gen import DiffGenerator
 from sglang.multimodal_gen.runtime.managers.worker_group import WorkerGroup
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import RequestControl
 from sglang.multimodal_gen.runtime.utils.errors import (
+    CallbackFailed,
     Cancelled,
     InvalidArgument,
     InvalidRequest,
@@ -74,6 +76,35 @@ def test_copies_make_the_same_pictures_in_the_same_order(alone, copies):
     denoised = [event for event in events if event.phase == "denoise"]
     assert [event.done for event in denoised] == sorted(event.done for event in denoised)
     assert (denoised[-1].done, denoised[-1].total) == (8, 8)
+
+
+def test_previews_are_those_of_one_rank(alone, copies):
+    """Shown while it runs, by the ranks that have it; a look that raises stops that batch alone."""
+
+    def shown(worker):
+        looks = []
+        control = RequestControl(preview_listener=looks.append)
+        settings = {"prompt": "a fox", "seed": 5, **SMALL, "num_inference_steps": 4}
+        params = worker.model.sampling_params(settings)
+        (batch,) = worker.model.admit(params, control, previews=2)
+        worker.run(batch)
+        return looks
+
+    here, there = shown(alone._worker), shown(worker_of(copies))
+    assert [(look.image, look.step, look.total) for look in there] == [(0, 1, 4), (0, 2, 4)]
+    for one, other in zip(here, there, strict=True):
+        assert np.array_equal(one.pixels, other.pixels)
+    assert not np.array_equal(there[0].pixels, there[1].pixels)
+
+    def fails(look):
+        raise ZeroDivisionError
+
+    worker = worker_of(copies)
+    params = worker.model.sampling_params({"prompt": "a fox", **SMALL, "num_inference_steps": 4})
+    (batch,) = worker.model.admit(params, RequestControl(preview_listener=fails), previews=2)
+    with pytest.raises(CallbackFailed):
+        worker.run(batch)
+    assert worker.is_alive
 
 
 def test_loading_is_told_once(copies):

@@ -16,6 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from processes import children
+
 from parity.tiny_checkpoints import flux_dev
 
 ROOT = Path(__file__).parents[4]
@@ -153,3 +155,32 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path):
     line = refused("--port", "0", "--model-path", str(tmp_path / "m"))
     assert weights.name in line
     assert "no-such" in refused("--port", "0", "--model-path", "/no-such")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_fails_one_request_and_others_go_on():
+    """The server starts the ranks again, and gives the same pictures."""
+    with served("--num-gpus", "2", "--enable-cfg-parallel", "true") as (process, client):
+        until_ready(client)
+        answers = []
+        long = BODY | {"num_inference_steps": 500}
+        kept = client.post("/v1/images/generations", json=BODY).json()["data"][0]["b64_json"]
+        thread = threading.Thread(
+            target=lambda: answers.append(client.post("/v1/images/generations", json=long))
+        )
+        thread.start()
+        while client.get("/server_info").json()["queue"]["running"] < 1:
+            time.sleep(0.01)
+        ranks = [pid for pid in children(process.pid) if os.getsid(pid) == pid]
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        thread.join(60)
+        again = client.post("/v1/images/generations", json=BODY)
+        assert again.status_code == 200
+        assert again.json()["data"][0]["b64_json"] == kept
+        assert client.get("/health?deep=1").status_code == 200
+        assert not set(ranks) & set(children(process.pid))
+        process.terminate()
+        assert process.wait(30) == 0
+    assert answers[0].status_code == 500
+    assert answers[0].json()["error"]["code"] == "worker_died"

@@ -29,7 +29,11 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     UserError,
     WorkerDied,
 )
-from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent, ProgressListener
+from sglang.multimodal_gen.runtime.utils.progress import (
+    Preview,
+    ProgressEvent,
+    ProgressListener,
+)
 
 _POLL_SECONDS = 0.05
 """How often a running request looks whether its caller wants it to stop."""
@@ -231,7 +235,7 @@ class WorkerGroup(LoRAVerbs):
         if isinstance(event, WorkerDied):
             running.clear()
             raise WorkerDied(str(event))
-        if isinstance(event, ProgressEvent):
+        if isinstance(event, ProgressEvent | Preview):
             if request.report(event):
                 self._crew.cancel(order)
             return
@@ -259,12 +263,15 @@ class _Running:
         self._stopping = True
         return True
 
-    def report(self, event: ProgressEvent) -> bool:
+    def report(self, event: ProgressEvent | Preview) -> bool:
         """Tell the caller; whether that failed, and the batch must stop."""
         if self.failure is not None:
             return False
         try:
-            self._control.report(event.phase, event.done, event.total, event.label)
+            if isinstance(event, Preview):
+                self._control.show(event)
+            else:
+                self._control.report(event.phase, event.done, event.total, event.label)
         except CallbackFailed as error:
             self.failure = error
             self._stopping = True

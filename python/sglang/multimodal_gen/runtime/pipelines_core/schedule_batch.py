@@ -49,6 +49,11 @@ class RequestControl:
         except Exception as error:  # the boundary to the caller's code: not to be taken for ours
             raise CallbackFailed(error) from error
 
+    @property
+    def wants_previews(self) -> bool:
+        """Whether anybody looks; of the ranks of a replica, its first shows them."""
+        return self.preview_listener is not None
+
     def show(self, preview: Preview) -> None:
         """Give the caller a look at an unfinished image."""
         if self.preview_listener is None:

@@ -10,7 +10,7 @@ from typing import Any
 from sglang.multimodal_gen.runtime.distributed.layout import ParallelLayout
 from sglang.multimodal_gen.runtime.distributed.process_group import StoreAddress
 from sglang.multimodal_gen.runtime.utils.errors import DiffusionError, InternalError
-from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent
+from sglang.multimodal_gen.runtime.utils.progress import Preview, ProgressEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +91,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """An event of an order, from its lead."""
+    """An event of an order, or a look at one of its images, from its lead."""
 
     order: int
-    event: ProgressEvent
+    event: ProgressEvent | Preview
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 from sglang.multimodal_gen.runtime.managers.ranks.messages import End
 from sglang.multimodal_gen.runtime.managers.ranks.watch import Watch
 from sglang.multimodal_gen.runtime.utils.errors import DiffusionError, WorkerDied
-from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent
+from sglang.multimodal_gen.runtime.utils.progress import Preview, ProgressEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Finished:
     """All ranks of an order have reported its end."""
 
 
-Event = ProgressEvent | Finished | WorkerDied
+Event = ProgressEvent | Preview | Finished | WorkerDied
 
 
 @dataclass(slots=True, eq=False)

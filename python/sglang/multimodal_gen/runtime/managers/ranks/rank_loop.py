@@ -152,9 +152,12 @@ class RankLoop:
         assert self._worker is not None
         is_lead = self._parallel.replica.is_first
         self._agreement = Agreement(self._parallel.control)
-        listener = (lambda event: self._channel.send(Progress(order, event))) if is_lead else None
+        tell = (lambda event: self._channel.send(Progress(order, event))) if is_lead else None
         batch.control = SharedControl(  # the batch is this process's own copy
-            listener=listener, cancelled=self._wish_to_stop(order), agreement=self._agreement
+            listener=tell,
+            cancelled=self._wish_to_stop(order),
+            preview_listener=tell,
+            agreement=self._agreement,
         )
         output = self._worker.run(batch)
         return packed(output) if is_lead else output.peak_memory_mb

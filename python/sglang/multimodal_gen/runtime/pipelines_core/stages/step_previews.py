@@ -34,7 +34,7 @@ class StepPreviews:
         due = [
             i for i, count in enumerate(batch.previews) if step + 1 in preview_steps(total, count)
         ]
-        if not due or self.vae is None:
+        if not due or self.vae is None or not batch.control.wants_previews:
             return
         if next(self.vae.parameters()).device != latents.device:
             batch.warn("no previews: the VAE's weights are in host memory while it denoises", due)

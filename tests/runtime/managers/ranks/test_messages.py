@@ -9,6 +9,7 @@ import torch
 
 from rank_stubs import script, script_model
 from sglang.multimodal_gen.runtime.managers.ranks.channel import Channel, channel_pair
+from sglang.multimodal_gen.runtime.managers.ranks.meeting import trusted_packages
 from sglang.multimodal_gen.runtime.managers.ranks.messages import End, SentError
 from sglang.multimodal_gen.runtime.managers.ranks.orders import OrderUnderWay
 from sglang.multimodal_gen.runtime.managers.ranks.pixels import packed, sendable, unpacked
@@ -27,8 +28,9 @@ from sglang.multimodal_gen.runtime.utils.errors import (
 
 @pytest.fixture
 def line():
-    ours, other = channel_pair()
-    theirs = Channel(other)
+    packages = trusted_packages(script_model())
+    ours, other = channel_pair(packages)
+    theirs = Channel(other, packages)
     yield ours, theirs
     ours.close()
     theirs.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import pickle
 import queue
 import threading
 import time
@@ -36,6 +35,7 @@ from sglang.multimodal_gen.runtime.managers.ranks.watch import (
     Verdict,
     Watch,
 )
+from sglang.multimodal_gen.runtime.managers.ranks.wire import DoesNotTravel, pack
 from sglang.multimodal_gen.runtime.utils.errors import WorkerDied
 
 _TICK_SECONDS = 0.25
@@ -106,9 +106,10 @@ class Crew:
         ``what`` names it in messages: "rank 1 died during ...".
 
         Raises:
+            DoesNotTravel: the arguments cannot be sent.
             WorkerDied: the ranks are gone.
         """
-        body = pickle.dumps(arguments)
+        body = pack(arguments)
         order = OrderUnderWay(
             next(self._numbers),
             what,
@@ -192,6 +193,9 @@ class Crew:
         while True:
             try:
                 self._inbox.put((kind, number, channel.receive()))
+            except DoesNotTravel as error:
+                said = f"sent what cannot be read here ({error})"
+                self._inbox.put((kind, number, RankLeft(number, said, "")))
             except (EOFError, OSError):
                 channel.close()  # by the one thread that reads it: its number may be another's soon
                 self._inbox.put((kind, number, _Lost()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import pickle
 import secrets
 import socket
 import time
@@ -21,6 +20,13 @@ from sglang.multimodal_gen.runtime.managers.ranks.messages import (
     RankLeft,
     Stop,
 )
+from sglang.multimodal_gen.runtime.managers.ranks.wire import (
+    DoesNotTravel,
+    pack,
+    packages_of,
+    unpack,
+)
+from sglang.multimodal_gen.runtime.utils.environ import EXTERNAL_MODEL_PACKAGE
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, WorkerDied
 
 _FRONT_KEY = "front"
@@ -39,10 +45,11 @@ class Guests:
         self.ranks: dict[int, Channel] = {}
         self.nodes: dict[int, Channel] = {}
         self._arguments = common_arguments(model)
+        self._packages = trusted_packages(model)
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._listener = socket.create_server(("", 0))
         front = FrontAddress(host, self._listener.getsockname()[1], self._secret)
-        store.set(_FRONT_KEY, pickle.dumps(front).hex())
+        store.set(_FRONT_KEY, pack(front).hex())
 
     def await_all(self, ranks: list[int], nodes: list[int]) -> None:
         """Wait until these ranks and other nodes' commands are there, in ``ranks`` and ``nodes``.
@@ -83,12 +90,12 @@ class Guests:
         if not hmac.compare_digest(_exactly(line, _SECRET_BYTES), self._secret):
             line.close()
             return
-        channel = Channel(line)
+        channel = Channel(line, self._packages)
         try:
             hello: Hello = channel.receive()
-        except (EOFError, OSError):
+        except (DoesNotTravel, EOFError, OSError):
             channel.close()
-            return  # gone again; if it was one of ours, its node says so
+            return  # gone again, or of another version; if it was one of ours, its node says so
         wrong = _difference(self._arguments, hello.arguments)
         if wrong is not None:
             name, value, other = wrong
@@ -110,7 +117,7 @@ def find_front(store: dist.Store) -> FrontAddress:
         WorkerDied: it did not.
     """
     try:
-        return pickle.loads(bytes.fromhex(store.get(_FRONT_KEY).decode()))
+        return unpack(bytes.fromhex(store.get(_FRONT_KEY).decode()))
     except RuntimeError as error:
         raise WorkerDied(f"rank 0 did not say where it is: {error}") from error
 
@@ -131,6 +138,16 @@ def meet_front(front: FrontAddress, hello: Hello) -> Channel:
     channel = Channel(line)
     channel.send(hello)
     return channel
+
+
+def trusted_packages(model: ModelDescription) -> frozenset[str]:
+    """The packages whose classes and functions the processes of a run may name to each other:
+    this one, and those that the model's own classes and the external models are from.
+    """
+    info = model.info
+    classes = (info.pipeline_cls, info.sampling_param_cls, type(model.config))
+    external = {name.partition(".")[0] for name in EXTERNAL_MODEL_PACKAGE.read()}
+    return packages_of(classes) | external
 
 
 def common_arguments(model: ModelDescription) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 import traceback
 from dataclasses import dataclass
 from typing import Any
 
 from sglang.multimodal_gen.runtime.distributed.layout import ParallelLayout
 from sglang.multimodal_gen.runtime.distributed.process_group import StoreAddress
+from sglang.multimodal_gen.runtime.managers.ranks.wire import DoesNotTravel, name_of, write
 from sglang.multimodal_gen.runtime.utils.errors import DiffusionError, InternalError
 from sglang.multimodal_gen.runtime.utils.progress import Preview, ProgressEvent
 
@@ -26,7 +26,8 @@ class FrontAddress:
 class RankTask:
     """All that a process needs to become a rank.
 
-    ``model`` is a pickled `ModelDescription`: external packages must be loaded before it is read.
+    ``model`` is a packed `ModelDescription`: external packages must be loaded before it is read.
+    ``packages`` are those of which a message may name classes and functions.
     Without ``store`` the ranks meet at one that is handed over apart. Without ``front`` orders come
     over the line that brought this.
     """
@@ -39,6 +40,7 @@ class RankTask:
     device: str
     store: StoreAddress | None
     model: bytes
+    packages: frozenset[str]
     log_levels: dict[str, int]
     front: FrontAddress | None = None
 
@@ -51,7 +53,7 @@ class Order:
     """Work for ranks; each reports its `End`. ``verb`` is ``load``, ``run``, ``call`` or
     ``on_adapters``.
 
-    ``arguments`` are pickled: what a rank cannot read is that order's failure.
+    ``arguments`` are packed: what a rank cannot read is that order's failure.
     """
 
     id: int
@@ -124,9 +126,9 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class SentError:
-    """An error on its way to another process, as its class and what it is made of."""
+    """An error on its way to another process, as its class's name and what it is made of."""
 
-    kind: type[DiffusionError]
+    kind: str
     args: tuple[Any, ...]
     attributes: dict[str, Any]
     traceback: str
@@ -137,15 +139,19 @@ class SentError:
         text = "".join(traceback.format_exception(error))
         if not isinstance(error, DiffusionError) or not _travels(type(error)):
             said = f"{type(error).__name__}: {error}"
-            return cls(InternalError, (said,), {}, text)
+            return cls(name_of(InternalError), (said,), {}, text)
         kept = {name: value for name, value in vars(error).items() if _travels(value)}
         args = error.args if _travels(error.args) else (str(error),)
-        return cls(type(error), args, kept, text)
+        return cls(name_of(type(error)), args, kept, text)
 
     def rebuilt(self, rank: int) -> DiffusionError:
-        """The error as it was raised; its cause is the other process's traceback."""
+        """The error as it was raised; its cause is the other process's traceback.
+
+        Of a class that this process has not imported it is an `InternalError`.
+        """
         # Not through __init__: a subclass may take other arguments than the message it made.
-        error = self.kind.__new__(self.kind)
+        kind = _loaded_error(self.kind)
+        error = kind.__new__(kind)
         error.args = self.args
         vars(error).update(self.attributes)
         error.__cause__ = RankTraceback(f"on rank {rank}:\n{self.traceback}")
@@ -177,7 +183,18 @@ class RankLeft:
 
 def _travels(value: object) -> bool:
     try:
-        pickle.loads(pickle.dumps(value))
-    except (pickle.PickleError, TypeError, AttributeError, ImportError):
+        write(value)
+    except DoesNotTravel:
         return False
     return True
+
+
+def _loaded_error(name: str) -> type[DiffusionError]:
+    """The error class of that name, among those that this process has imported."""
+    waiting: list[type[DiffusionError]] = [DiffusionError]
+    while waiting:
+        cls = waiting.pop()
+        if f"{cls.__module__}:{cls.__qualname__}" == name:
+            return cls
+        waiting += cls.__subclasses__()
+    return InternalError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import queue
 import threading
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from sglang.multimodal_gen.runtime.managers.ranks.messages import (
     Stop,
 )
 from sglang.multimodal_gen.runtime.managers.ranks.pixels import packed
+from sglang.multimodal_gen.runtime.managers.ranks.wire import DoesNotTravel, unpack
 from sglang.multimodal_gen.runtime.managers.worker import Worker
 from sglang.multimodal_gen.runtime.models.external_packages import load_external_packages
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
@@ -75,7 +75,11 @@ class RankLoop:
             self._busy = True
             with heart.during(order.id):
                 end = self._end_of(order)
-            self._channel.send(end)
+            try:
+                self._channel.send(end)
+            except DoesNotTravel as error:  # what a called function returned
+                sent = SentError.of(error)
+                self._channel.send(End(order.id, error=sent, reports=end.reports))
             self._busy = False
 
     def _listen(self) -> None:
@@ -119,7 +123,7 @@ class RankLoop:
             worker = self._worker = self._load(order.id)
             return (worker.lora_receipts, worker.notes) if self._task.rank == 0 else None
         assert self._worker is not None, f"{order.verb} before load"
-        arguments = pickle.loads(order.arguments)
+        arguments = unpack(order.arguments, self._task.packages)
         if order.verb == "run":
             return self._run(order.id, *arguments)
         if order.verb == "call":
@@ -133,7 +137,7 @@ class RankLoop:
     def _load(self, order: int) -> Worker:
         task = self._task
         load_external_packages()
-        model: ModelDescription = pickle.loads(task.model)
+        model: ModelDescription = unpack(task.model, task.packages)
         device = torch.device("cuda", task.local_rank) if task.device == "cuda" else "cpu"
         store = self._store
         if store is None:

@@ -49,7 +49,7 @@ class RankProcess:
     @classmethod
     def start(cls, task: RankTask, *, processors: int) -> RankProcess:
         """Start a rank and tell it its task. Rank 0's own prints go to our standard error."""
-        channel, theirs = channel_pair()
+        channel, theirs = channel_pair(task.packages)
         crash = tempfile.TemporaryFile(prefix="rank-crash-")  # noqa: SIM115 - see close()
         output = None
         if task.rank != 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 
 from sglang.multimodal_gen.runtime.distributed.process_group import (
@@ -13,7 +12,7 @@ from sglang.multimodal_gen.runtime.distributed.process_group import (
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.managers.ranks.channel import Channel, channel_pair
 from sglang.multimodal_gen.runtime.managers.ranks.crew import Crew
-from sglang.multimodal_gen.runtime.managers.ranks.meeting import Guests
+from sglang.multimodal_gen.runtime.managers.ranks.meeting import Guests, trusted_packages
 from sglang.multimodal_gen.runtime.managers.ranks.messages import FrontAddress, RankTask
 from sglang.multimodal_gen.runtime.managers.ranks.rank_loop import RankLoop
 from sglang.multimodal_gen.runtime.managers.ranks.spawn import (
@@ -22,6 +21,7 @@ from sglang.multimodal_gen.runtime.managers.ranks.spawn import (
     log_levels,
     processors_each,
 )
+from sglang.multimodal_gen.runtime.managers.ranks.wire import pack
 from sglang.multimodal_gen.runtime.utils.environ import LaunchedRank
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 
@@ -61,11 +61,11 @@ def start_ranks(
 ) -> dict[int, RankProcess]:
     """Start the ranks of this node; ``front`` is where they find it, if it is on another."""
     here = model.server_args.parallel.ranks_here
-    pickled = pickle.dumps(model)
+    packed = pack(model)
     started: dict[int, RankProcess] = {}
     try:
         for local_rank, rank in enumerate(here):
-            task = rank_task(model, rank, local_rank, store=store, model_bytes=pickled, front=front)
+            task = rank_task(model, rank, local_rank, store=store, model_bytes=packed, front=front)
             started[rank] = RankProcess.start(task, processors=processors_each(len(here)))
     except BaseException:
         end_all(list(started.values()), 0.0)
@@ -92,7 +92,8 @@ def rank_task(
         one_node=parallel.nnodes == 1,
         device=model.server_args.platform.device,
         store=store,
-        model=pickle.dumps(model) if model_bytes is None else model_bytes,
+        model=pack(model) if model_bytes is None else model_bytes,
+        packages=trusted_packages(model),
         log_levels=log_levels(),
         front=front,
     )
@@ -103,9 +104,9 @@ def _among_launched(model: ModelDescription, launched: LaunchedRank) -> Crew:
     store = StoreAddress().connect(0, launched.world_size)
     guests = Guests(model, launched.host, store)
     guests.await_all(list(range(1, launched.world_size)), [])
-    ours, theirs = channel_pair()
-    line = Channel(theirs)
     task = rank_task(model, 0, launched.local_rank)
+    ours, theirs = channel_pair(task.packages)
+    line = Channel(theirs)
     loop = RankLoop(task, line, gone=lambda stop: None, store=store)
 
     def work() -> None:

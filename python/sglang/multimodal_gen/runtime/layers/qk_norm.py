@@ -74,6 +74,13 @@ def _norm_rotate(
 
 
 def _has_kernel(x: Tensor) -> bool:
-    """The kernel's tiles are powers of two; the compiler fuses the plain form by itself."""
+    """The kernel's tiles are powers of two; the compiler fuses the plain form by itself.
+
+    Tensors without values stand for a GPU's: `sglang plan` counts what one would do.
+    """
     width = x.shape[-1]
-    return x.is_cuda and not torch.compiler.is_compiling() and width & (width - 1) == 0
+    return (
+        x.device.type in ("cuda", "meta")
+        and not torch.compiler.is_compiling()
+        and width & (width - 1) == 0
+    )

@@ -34,9 +34,10 @@ from sglang.multimodal_gen.runtime.loader.residency import (
     module_facts,
     plan_components,
 )
+from sglang.multimodal_gen.runtime.loader.weights import dtype_rule
 from sglang.multimodal_gen.runtime.memory.host_home import HostHome
 from sglang.multimodal_gen.runtime.memory.offloaded_component import OffloadedComponent
-from sglang.multimodal_gen.runtime.memory.plan import Residency, ResidencyPlan
+from sglang.multimodal_gen.runtime.memory.plan import ComponentFacts, Residency, ResidencyPlan
 from sglang.multimodal_gen.runtime.memory.weight_home import WeightHome
 from sglang.multimodal_gen.runtime.platforms.copy_lane import CopyLane, copy_lane
 from sglang.multimodal_gen.runtime.platforms.memory import MemoryFacts
@@ -150,23 +151,61 @@ def plan_memory(
         InvalidArgument: a memory flag cannot be honoured.
         OutOfMemory: the components fit in no way.
     """
-    chosen: dict[str, ComponentLoader] = {}
-    specs: dict[str, ComponentSpec] = {}
+    facts: list[ComponentFacts] = []
     if source is not None:
-        chosen, specs = _found(source, names, server_args, loaders, default_configs, parallel)
-    roles = {name: _role(name, key) for name, key in names.items()}
-    ready = {name: role_of(name) for name in given}
-    facts = [
-        component_facts(specs[name], loader, roles[name])
-        for name, loader in chosen.items()
-        if isinstance(loader, NeuralComponentLoader)
-    ]
+        facts = components_facts(
+            source, names, server_args, loaders, default_configs, parallel=parallel
+        )
     known = [
-        module_facts(name, module, ready[name])
+        module_facts(name, module, role_of(name))
         for name, module in given.items()
         if isinstance(module, nn.Module)
     ]
-    return plan_components(facts, known, [*specs, *given], server_args.memory, memory, parallel)
+    return plan_components(facts, known, [*names, *given], server_args.memory, memory, parallel)
+
+
+def components_facts(
+    source: ModelSource,
+    names: Mapping[str, str],
+    server_args: ServerArgs,
+    loaders: Mapping[str, type[ComponentLoader]],
+    default_configs: Mapping[str, Mapping[str, Any]],
+    *,
+    parallel: ParallelState,
+) -> list[ComponentFacts]:
+    """The sizes of all components that have weights, from headers; raises as `load_components`."""
+    chosen, specs = _found(source, names, server_args, loaders, default_configs, parallel)
+    return [
+        component_facts(specs[name], loader, _role(name, names[name]))
+        for name, loader in chosen.items()
+        if isinstance(loader, NeuralComponentLoader)
+    ]
+
+
+def outline_components(
+    source: ModelSource,
+    names: Mapping[str, str],
+    server_args: ServerArgs,
+    loaders: Mapping[str, type[ComponentLoader]],
+    default_configs: Mapping[str, Mapping[str, Any]],
+    *,
+    parallel: ParallelState,
+) -> dict[str, Any]:
+    """Every component without its weights: modules are on the meta device, in their precision, and
+    the others are ready; raises as `load_components`."""
+    chosen, specs = _found(source, names, server_args, loaders, default_configs, parallel)
+    outlined: dict[str, Any] = {}
+    for name, loader in chosen.items():
+        if not isinstance(loader, NeuralComponentLoader):
+            outlined[name] = loader.load(specs[name]).module
+            continue
+        module, dtype = loader.module_on_meta(specs[name])
+        rule = dtype_rule(module, dtype)
+        for path, parameter in module.named_parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(rule(path))
+        outlined[name] = module.to("meta").eval().requires_grad_(False)
+    return outlined
 
 
 def offload_given(

@@ -32,6 +32,7 @@ COMMANDS = {
     "models": "list the model families and paths known; explain a pipeline",
     "new-model": "write the files of a new model family",
     "verify": "compare a family with its reference, step by step",
+    "plan": "say what a request would take on a GPU, without one",
     "version": "print the versions of this package and of what it runs on",
 }
 _EXIT_FAILED = 1

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
@@ -156,22 +157,8 @@ class NeuralComponentLoader(ComponentLoader):
         self, spec: ComponentSpec, progress: ProgressListener | None
     ) -> tuple[nn.Module, LoadReceipt]:
         """The module, in eval mode, on its device and in its precision."""
-        if spec.config.get("quantization_config"):
-            raise CheckpointError(
-                f"component {spec.name!r}: {spec.path} is quantised (quantization_config in its "
-                "config.json), which is not supported; use the unquantised checkpoint"
-            )
         checkpoint = spec.checkpoint
-        cls = self.model_class(spec)
-        if not issubclass(cls, nn.Module):
-            raise CheckpointError(f"component {spec.name!r}: {cls.__name__} is no torch module")
-        dtype = parse_precision(spec.precision, field=f"component_precisions.{spec.name}")
-        # Both libraries construct under the wanted dtype: buffers that a constructor computes
-        # without naming a dtype follow it, and those that name one keep it.
-        with default_dtype(dtype):
-            module = build_on_meta(lambda: self._built(cls, spec))
-        check_layer_names(module)
-        self.spread(module, spec)
+        module, dtype = self.module_on_meta(spec)
         receipt = load_weights(
             module,
             checkpoint,
@@ -184,6 +171,29 @@ class NeuralComponentLoader(ComponentLoader):
         if spec.home is None and spec.parallel.device.type == "cuda":
             pack_linears(module)
         return module, receipt
+
+    def module_on_meta(self, spec: ComponentSpec) -> tuple[nn.Module, torch.dtype]:
+        """The module without weights, as this rank will hold it, and the dtype they are to have.
+
+        Raises:
+            CheckpointError: it is quantised, or its config does not fit its class.
+        """
+        if spec.config.get("quantization_config"):
+            raise CheckpointError(
+                f"component {spec.name!r}: {spec.path} is quantised (quantization_config in its "
+                "config.json), which is not supported; use the unquantised checkpoint"
+            )
+        cls = self.model_class(spec)
+        if not issubclass(cls, nn.Module):
+            raise CheckpointError(f"component {spec.name!r}: {cls.__name__} is no torch module")
+        dtype = parse_precision(spec.precision, field=f"component_precisions.{spec.name}")
+        # Both libraries construct under the wanted dtype: buffers that a constructor computes
+        # without naming a dtype follow it, and those that name one keep it.
+        with default_dtype(dtype):
+            module = build_on_meta(lambda: self._built(cls, spec))
+        check_layer_names(module)
+        self.spread(module, spec)
+        return module, dtype
 
     def spread(self, module: nn.Module, spec: ComponentSpec) -> None:
         """Put a model's ``TP_PLAN`` in force, if it has one, over the ranks of tensor parallelism.

@@ -1,0 +1,1 @@
+"""What a model will need on a machine that is not here: memory and time, without its weights."""

@@ -1,0 +1,109 @@
+"""Plans against what was measured on a GPU, and the command that prints them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from full_size_flux import write_flux_dev
+from sglang.multimodal_gen.runtime.entrypoints.cli.main import main
+from sglang.multimodal_gen.runtime.planning.estimate import estimate
+from sglang.multimodal_gen.runtime.planning.gpus import gpu_named
+from sglang.multimodal_gen.runtime.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, OutOfMemory
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory):
+    return write_flux_dev(tmp_path_factory.mktemp("flux"))
+
+
+def plan(folder, gpu="h200", host=64.0, values=None, **flags):
+    args = ServerArgs.from_flat(model_path=str(folder), **flags)
+    return estimate(args, values or {}, gpu_named(gpu), host)
+
+
+def stage(made, name):
+    return next(s for s in made.stages if s.name == name)
+
+
+@pytest.mark.slow
+def test_flux_on_an_h200_is_planned_as_it_was_measured(flux):
+    """benchmarks/README.md, one H200: 122.4 ms a step, 22.64 GiB with the denoiser alone."""
+    made = plan(flux)
+    weights = {component.name: component.nbytes / GIB for component in made.components}
+    assert weights["transformer"] == pytest.approx(22.17, abs=0.01)
+    assert made.step_seconds == pytest.approx(0.1224, rel=0.1)
+    loop = stage(made, "denoising_stage")
+    denoiser = weights["transformer"] + loop.activation_bytes / GIB
+    assert denoiser == pytest.approx(22.64, rel=0.02)
+    assert made.fits
+    assert made.seconds > 28 * made.step_seconds
+    streamed = plan(flux, layerwise_offload_components=["all"])
+    # benchmarks/README.md: everything streamed, steps of 427.9 ms. (Its 2.71 GiB are planned as
+    # 1.98: not explained yet, see docs/memory.md.)
+    assert streamed.peak_bytes < 0.1 * made.peak_bytes
+    assert streamed.step_seconds == pytest.approx(0.4279, rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_small_gpu_gets_a_plan_that_fits_and_costs_time(flux):
+    large, small = plan(flux), plan(flux, "rtx-4090")
+    assert small.fits
+    assert small.peak_bytes < large.peak_bytes
+    assert small.seconds > 2 * large.seconds
+    assert {component.place for component in small.components} != {"resident"}
+    assert any("memory:" in note for note in small.notes)
+    wide = plan(flux, values={"height": 2048, "width": 2048})
+    assert wide.step_seconds > 4 * large.step_seconds
+    name = "denoising_stage"
+    more, less = stage(wide, name).activation_bytes, stage(large, name).activation_bytes
+    assert more > 3 * less
+    with pytest.raises(OutOfMemory):
+        plan(flux, "l4", host=2.0)
+
+
+def test_guidance_costs_a_second_forward_and_images_add_up():
+    one = plan("demo", values={"true_cfg_scale": 1.0})
+    two = plan("demo", values={"negative_prompt": "red", "true_cfg_scale": 2.0})
+    four = plan("demo", values={"true_cfg_scale": 1.0, "num_outputs_per_prompt": 4})
+    name = "denoising_stage"
+    operations = [stage(made, name).tera_operations for made in (one, two, four)]
+    assert operations[1] == pytest.approx(2 * operations[0], rel=0.02)
+    assert operations[2] == pytest.approx(4 * operations[0], rel=0.02)
+    assert stage(four, name).activation_bytes > 2 * stage(one, name).activation_bytes
+
+
+def test_the_command_prints_a_plan(capsys):
+    assert main(["plan", "--gpu", "NVIDIA H100"]) == 0
+    text = capsys.readouterr().out
+    assert "denoising_stage" in text
+    assert "on one h100" in text
+    assert main(["plan", "--json", "--height", "128", "--width", "64"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["settings"]["height"] == 128
+    assert told["peak_bytes"] == max(s["bytes"] for s in told["stages"])
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--gpu", "h2000"], "Did you mean 'h200'"),
+        (["--num-gpus", "2"], "num_gpus"),
+        (["--height", "100"], "height"),
+        (["--host-memory-gib", "-1"], "must be above 0"),
+        (["--model-path", "/nowhere/at/all"], "/nowhere/at/all"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, problem, capsys):
+    assert main(["plan", *words]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_names_of_gpus():
+    assert gpu_named("RTX 4090").name == gpu_named("rtx_4090").name == "rtx-4090"
+    with pytest.raises(InvalidArgument, match="Known: h200"):
+        gpu_named("abacus")

@@ -29,8 +29,8 @@ def clip(frames=9, height=48, width=64) -> np.ndarray:
     """Smooth pictures that move: two waves and a ramp."""
     t, y, x = np.meshgrid(*map(np.arange, (frames, height, width)), indexing="ij")
     waves = [
-        np.sin(x / 9 + t / 3),
-        np.cos(y / 7 - t / 4),
+        np.sin(x / 14 + t / 3),
+        np.cos(y / 12 - t / 4),
         x / width + y / height + t / frames - 1.5,
     ]
     return np.stack([127 + 100 * wave.clip(-1, 1) for wave in waves], axis=-1).astype(np.uint8)

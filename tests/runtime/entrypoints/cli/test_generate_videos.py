@@ -9,15 +9,16 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-import toy_clips  # noqa: F401
 from PIL import Image
-from toy_clips.checkpoint import write_checkpoint
 
 from sglang.multimodal_gen import DiffGenerator, GeneratedVideo
 from sglang.multimodal_gen.runtime.utils import video_file
 from sglang.multimodal_gen.runtime.utils.errors import OutputError, UserError
 from sglang.multimodal_gen.runtime.utils.image_file import read_metadata
 from sglang.multimodal_gen.runtime.utils.video_file import read_video_metadata
+
+import toy_clips  # noqa: F401
+from toy_clips.checkpoint import write_checkpoint
 
 SMALL = ("--num-frames", "5", "--height", "32", "--width", "48", "--num-inference-steps", "2")
 

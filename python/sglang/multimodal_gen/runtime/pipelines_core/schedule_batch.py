@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
+    from sglang.multimodal_gen.runtime.utils.video_file import InputVideo
+
 
 @dataclass(frozen=True, slots=True)
 class RequestControl:
@@ -110,6 +112,7 @@ class Req:
     # Input images.
     generator: list[torch.Generator] = _by_a_stage()
     condition_image: list[Image.Image] = _by_a_stage()
+    condition_video: list[InputVideo] = _by_some_stage(list)
     image_latent: Tensor | None = _by_some_stage(_nothing)
 
     # Text: lists with one entry an encoder, each [B, T, D] or pooled [B, P].

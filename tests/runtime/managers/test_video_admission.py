@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-import toy_clips  # noqa: F401
 from sglang.multimodal_gen.configs.pipeline_configs.base import ImagePipelineConfig, PipelineConfig
 from sglang.multimodal_gen.configs.sample.sampling_params import (
     ImageSamplingParams,
@@ -34,6 +33,8 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     InvalidRequest,
 )
 from sglang.multimodal_gen.runtime.utils.video_file import encode_video
+
+import toy_clips  # noqa: F401
 from toy_clips.checkpoint import write_checkpoint
 from toy_clips.configs import ToyClipsPipelineConfig, ToyClipsSamplingParams
 
@@ -84,7 +85,7 @@ def test_the_nearest_count_is_one_that_can_be_made(multiple):
         nearest = found.nearest_num_frames(asked)
         assert nearest >= 1
         assert (nearest - 1) % multiple == 0
-        others = [n for n in range(1, math.ceil(asked) + 2 * multiple, multiple)]
+        others = range(1, math.ceil(asked) + 2 * multiple, multiple)
         assert abs(nearest - asked) == min(abs(n - asked) for n in others)
 
 

@@ -204,11 +204,13 @@ def test_one_that_is_being_stored_can_be_given_up(serve, slow_encoder, route, tm
     assert until(live, post(live)["id"])["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_video_expires_with_its_file(serve, tmp_path):
     """CB-031: the state says so, then the record goes too."""
-    live = serve(file_store=str(tmp_path), file_ttl=1, job_ttl=4)
+    live = serve(file_store=str(tmp_path), file_ttl=2, job_ttl=5)
     video = until(live, post(live)["id"], "completed")
-    assert video["expires_at"] - video["completed_at"] in (1, 2)
+    # Counted from when it began to be stored, which takes a moment.
+    assert 0 <= video["expires_at"] - video["completed_at"] <= 2
     assert len(files_in(tmp_path)) == 2
     expired = until(live, video["id"], "expired", seconds=5)
     assert expired["expires_at"] <= time.time()

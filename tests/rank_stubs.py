@@ -26,10 +26,14 @@ from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import 
 )
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, RequestControl
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
+from sglang.multimodal_gen.runtime.pipelines_core.stages.finite import (
+    require_finite,
+    tell_failure,
+)
 from sglang.multimodal_gen.runtime.platforms.device import device_facts
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.server_args.resolve import resolve
-from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, InvalidRequest
+from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, InvalidRequest, OutOfMemory
 
 logger = logging.getLogger("sglang.stub")
 
@@ -53,6 +57,8 @@ class ScriptStage(PipelineStage):
         batch.control.report("denoise", 0, total, "denoising")
         ranks = torch.ones(1)
         for step in range(total):
+            if step == 1 and verb == "memory" and not mine:
+                require_finite(torch.zeros(1), "its result", self.parallel.control)
             if step == 1 and mine:
                 getattr(self, f"do_{verb}", lambda batch: None)(batch)
             ranks = self.parallel.replica.all_reduce(torch.ones(1))
@@ -105,6 +111,11 @@ class ScriptStage(PipelineStage):
         print(f"printed by rank {self.parallel.rank}")
         logger.warning("logged by rank %d", self.parallel.rank)
         warnings.warn(f"warned by rank {self.parallel.rank}", stacklevel=1)
+
+    def do_memory(self, batch: Req) -> None:
+        """One rank's memory is full; the others learn of it where all look."""
+        tell_failure(self.parallel.control)
+        raise OutOfMemory("it is too large")
 
     def do_report(self, batch: Req) -> None:
         batch.control.report("decode", 0, 1, "decoding")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 
 import numpy as np
@@ -145,7 +146,7 @@ def test_a_refused_adapter_changes_nothing(copies):
 
 
 @pytest.mark.slow
-def test_adapters_are_in_force_again_after_a_restart(folder, adapter):
+def test_adapters_are_in_force_again_after_a_restart(folder, adapter, tmp_path, caplog):
     with DiffGenerator.from_pretrained(str(folder), **ONE_BY_ONE, num_gpus=2) as generator:
         base = pictures(generator)
         generator.set_lora("a", adapter)
@@ -154,6 +155,18 @@ def test_adapters_are_in_force_again_after_a_restart(folder, adapter):
         before = group.pids
         group.restart()
         assert set(group.pids.values()).isdisjoint(before.values())
+        assert np.array_equal(pictures(generator), changed)
+        # What was set and unset since is no matter; a file that is gone is missed, and told.
+        shutil.copy(adapter, tmp_path / "b.safetensors")
+        for _ in range(3):
+            generator.set_lora("b", str(tmp_path / "b.safetensors"), strength=0.5)
+            generator.set_lora("a", strength=1.0)
+        (tmp_path / "b.safetensors").unlink()
+        with caplog.at_level("WARNING", logger="sglang"):
+            group.restart()
+        assert "lora 'b' is lost" in caplog.text
+        status = group.lora_status()
+        assert [each["nickname"] for each in status["loaded_adapters"]] == ["a"]
         assert np.array_equal(pictures(generator), changed)
         generator.unset_lora()
         assert np.array_equal(pictures(generator), base)

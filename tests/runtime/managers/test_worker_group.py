@@ -23,6 +23,7 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     CheckpointError,
     InternalError,
     InvalidRequest,
+    OutOfMemory,
     UserError,
     WorkerDied,
 )
@@ -58,7 +59,31 @@ def python(program: str, *args: str, **options) -> subprocess.Popen[str]:
     )
 
 
+class Local:
+    """Nothing that another process could import."""
+
+
 # A group is a worker.
+
+
+def test_a_batch_that_cannot_be_sent_leaves_its_ranks_free(group):
+    (batch,) = script(group.model, "ok")
+    batch.model_state = lambda: Local
+    with pytest.raises(InternalError, match="could import"):
+        group.run(batch)
+    assert run(group, "ok").warnings
+    shouted = type("Shout", (str,), {})("ok")
+    assert run(group, shouted).warnings, "a caller's own kind of text is text"
+
+
+def test_a_rank_that_follows_anothers_failure_harms_nobody(group):
+    """The error is that of the rank that failed, and the request's alone."""
+    before = group.pids
+    for prompt in ("memory 0", "memory 1"):
+        with pytest.raises(OutOfMemory, match="too large"):
+            run(group, prompt)
+    assert group.pids == before
+    assert run(group, "ok").warnings
 
 
 def test_the_lead_gives_the_result_once(group):

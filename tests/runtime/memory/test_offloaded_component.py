@@ -53,6 +53,36 @@ def test_one_that_was_prefetched_in_vain_leaves_nothing():
     assert not lane.pending, "its memory must not be written to later"
 
 
+class FullLane(LateLane):
+    """A device with room for ``pieces`` allocations, and events that must not be None."""
+
+    def __init__(self, pieces):
+        super().__init__(CPU)
+        self.pieces = pieces
+
+    def allocate(self, nbytes):
+        if self.pieces == 0:
+            raise torch.OutOfMemoryError("no room")
+        self.pieces -= 1
+        return super().allocate(nbytes)
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 2])
+def test_without_room_it_says_so_and_nothing_stays(pieces):
+    lane = FullLane(pieces)
+    component = layerwise(lane)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        component.begin_use()
+    component.end_use()
+    assert (lane.held, component.is_home) == (0, True)
+    assert not lane.pending
+    lane.pieces = 100
+    component.begin_use()
+    assert torch.equal(component.module(X), Toy()(X))
+    component.end_use()
+    assert lane.held == 0
+
+
 def test_state_is_read_and_loaded_at_rest():
     component = whole(CopyLane(CPU))
     other = Toy()

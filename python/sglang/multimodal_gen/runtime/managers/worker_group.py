@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import weakref
 from collections import Counter, deque
@@ -20,11 +21,13 @@ from sglang.multimodal_gen.runtime.managers.ranks.pixels import sendable, unpack
 from sglang.multimodal_gen.runtime.managers.ranks.replicas import Replicas
 from sglang.multimodal_gen.runtime.managers.ranks.start import start_crew
 from sglang.multimodal_gen.runtime.managers.ranks.watch import LOADING_SECONDS, Patience
+from sglang.multimodal_gen.runtime.pipelines_core.lora_pipeline import LoRAPipeline
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch, Req
 from sglang.multimodal_gen.runtime.utils.environ import LaunchedRank
 from sglang.multimodal_gen.runtime.utils.errors import (
     CallbackFailed,
     Cancelled,
+    CheckpointError,
     InternalError,
     UserError,
     WorkerDied,
@@ -34,6 +37,8 @@ from sglang.multimodal_gen.runtime.utils.progress import (
     ProgressEvent,
     ProgressListener,
 )
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
 """How often a running request looks whether its caller wants it to stop."""
@@ -71,7 +76,8 @@ class WorkerGroup(LoRAVerbs):
         self.notes: tuple[str, ...] = ()
         """One sentence for each choice that rank 0 made while loading."""
         self._launched = launched
-        self._history: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self._adapters: dict[str, Any] | None = None
+        """Those loaded and in force (`get_lora_status`), once a verb has changed them."""
         self._open(progress)
 
     @property
@@ -120,10 +126,11 @@ class WorkerGroup(LoRAVerbs):
     def on_adapters(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         """Call a verb on adapters on all ranks, when no batch runs; returns what rank 0 said."""
         with self._replicas.all():
-            result = self._ask_all(verb, "on_adapters", ((verb, *args), kwargs))[0]
-        if verb != "get_lora_status":
-            self._history.append((verb, args, kwargs))
-        return result
+            try:
+                return self._adapter_verb(verb, *args, **kwargs)
+            finally:
+                if verb != "get_lora_status" and self.is_alive and self._takes_adapters:
+                    self._adapters = self._adapter_verb("get_lora_status")
 
     def call(self, function: Callable[..., Any], *args: Any) -> dict[int, Any]:
         """``function(worker, *args)`` on every rank, when no batch runs; what each returned.
@@ -150,20 +157,22 @@ class WorkerGroup(LoRAVerbs):
             )
         self.close()
         self._open(progress)
-        for verb, args, kwargs in self._history:
-            self._ask_all(verb, "on_adapters", ((verb, *args), kwargs))
+        if self._adapters is not None:
+            with self._replicas.all():
+                self._adapters = self._restored(self._adapters)
 
     def close(self) -> None:
         """End the ranks; nothing of them stays."""
         self._closed = True
         self._crew.close()
+        self._abandon.detach()
 
     # Parts.
 
     def _open(self, progress: ProgressListener | None) -> None:
         crew = self._crew = start_crew(self.model, self._launched)
         # When nobody holds this any more, and when the interpreter ends.
-        weakref.finalize(self, crew.abandon)
+        self._abandon = weakref.finalize(self, crew.abandon)
         self._closed = False
         layout = self.model.server_args.parallel.layout
         self._replicas = Replicas(layout.replicas, crew.check)
@@ -178,6 +187,46 @@ class WorkerGroup(LoRAVerbs):
         except BaseException:
             self.close()
             raise
+
+    @property
+    def _takes_adapters(self) -> bool:
+        return issubclass(self.model.info.pipeline_cls, LoRAPipeline)
+
+    def _adapter_verb(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        return self._ask_all(verb, "on_adapters", ((verb, *args), kwargs))[0]
+
+    def _restored(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Load and put in force on new ranks what old ones had; what is gone is told, and missed.
+
+        A file that has vanished must not keep the model from being served.
+        """
+        paths = {each["nickname"]: each["path"] for each in wanted["loaded_adapters"]}
+        now = self._adapter_verb("get_lora_status")["loaded_adapters"]
+        there = {each["nickname"]: each["path"] for each in now}
+        for name in there.keys() - paths.keys():
+            self._adapter_verb("unload_lora_adapter", name)
+        lost = set()
+        for name, path in paths.items():
+            if there.get(name) == path:
+                continue
+            try:
+                self._adapter_verb("load_lora_adapter", path, name)
+            except (UserError, CheckpointError) as error:
+                lost.add(name)
+                logger.warning("lora %r is lost: %s", name, error)
+        self._adapter_verb("unset_lora", "all")
+        for component, active in wanted["active"].items():
+            kept = [each for each in active if each["nickname"] not in lost]
+            if kept:
+                self._adapter_verb(
+                    "set_lora",
+                    [each["nickname"] for each in kept],
+                    None,
+                    component,
+                    [each["strength"] for each in kept],
+                    merge_mode="merge" if kept[0]["merged"] else "dynamic",
+                )
+        return self._adapter_verb("get_lora_status")
 
     def _ask_all(self, what: str, verb: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
         """Give all ranks one order and wait; what each returned."""
@@ -203,14 +252,18 @@ class WorkerGroup(LoRAVerbs):
                 return
             index, batch = waiting.popleft()
             self.dealt[replica] += 1
-            order = self._crew.give(
-                f"request {batch.request_id}",
-                self._replicas.ranks[replica],
-                "run",
-                (sendable(batch),),
-                events=events,
-                when_over=lambda replica=replica: self._replicas.free(replica),
-            )
+            try:
+                order = self._crew.give(
+                    f"request {batch.request_id}",
+                    self._replicas.ranks[replica],
+                    "run",
+                    (sendable(batch),),
+                    events=events,
+                    when_over=lambda replica=replica: self._replicas.free(replica),
+                )
+            except BaseException:
+                self._replicas.free(replica)  # nobody else will
+                raise
             running[order] = _Running(index, batch)
 
     def _next_event(

@@ -77,7 +77,13 @@ class BlockStream:
         """Take the ring and start to fill it with the blocks that come first."""
         if self.is_open:
             return
-        buffers = [self.lane.allocate(self.slot_bytes) for _ in range(self.slot_count)]
+        buffers: list[Tensor] = []
+        try:
+            for _ in range(self.slot_count):
+                buffers.append(self.lane.allocate(self.slot_bytes))
+        except BaseException:
+            self.lane.free(len(buffers) * self.slot_bytes)
+            raise
         now = self.lane.mark()  # the memory may have been another tensor's until here
         self._slots = [_Slot(buffer, key, now) for key, buffer in enumerate(buffers)]
         self._last = None

@@ -71,10 +71,13 @@ class OffloadedComponent:
         """Start to bring it to the device; returns at once."""
         if self._coming:
             return
-        self._coming = True
         if self.rest is not None:
             assert self.rest.host is not None
             self._buffer = self.lane.allocate(self.rest.nbytes)
+        self._coming = True  # from here on there is something to give back
+        if self.rest is not None:
+            assert self.rest.host is not None
+            assert self._buffer is not None
             self._full = self.lane.copy(self._buffer, self.rest.host, self.lane.mark())
             self.counters.bytes += self.rest.nbytes
         if self.stream is not None:

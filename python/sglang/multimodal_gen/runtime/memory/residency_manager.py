@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from sglang.multimodal_gen.runtime.memory.offloaded_component import OffloadedComponent
 
@@ -69,9 +69,10 @@ class ResidencyManager:
 
     def release(self, kept: Sequence[str] | set[str] = ()) -> None:
         """Send all components home but those to be kept."""
-        for name, component in self.components.items():
-            if name not in kept:
-                component.end_use()
+        with ExitStack() as each:  # one that fails keeps none of the others here
+            for name, component in self.components.items():
+                if name not in kept:
+                    each.callback(component.end_use)
 
     def _next_needed(self, name: str) -> tuple[str, ...]:
         """What the next stage that uses any offloaded component uses."""

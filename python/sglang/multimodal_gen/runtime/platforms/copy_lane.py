@@ -28,10 +28,11 @@ class CopyLane:
 
     def allocate(self, nbytes: int) -> Tensor:
         """Device memory as a flat uint8 tensor; give it back with :meth:`free`."""
+        with torch.inference_mode(False):  # whoever asks: weights in it are ordinary tensors
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self.held += nbytes
         self.peak = max(self.peak, self.held)
-        with torch.inference_mode(False):  # whoever asks: weights in it are ordinary tensors
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return memory
 
     def free(self, nbytes: int) -> None:
         """The owner of ``nbytes`` has let go of its tensors."""
@@ -78,7 +79,8 @@ class CudaCopyLane(CopyLane):
 
     def wait(self, mark: Mark) -> None:
         """The computation's stream waits for the event."""
-        torch.cuda.current_stream(self.device).wait_event(mark)
+        if mark is not None:
+            torch.cuda.current_stream(self.device).wait_event(mark)
 
 
 def copy_lane(device: str | torch.device) -> CopyLane:

@@ -110,6 +110,10 @@ class NonFiniteOutput(InternalError):
     """A component produced NaN or infinity: a picture of it would be black without any sign."""
 
 
+class FollowsFailure(InternalError):
+    """Another rank failed, and said so at the place where all look; its own error says why."""
+
+
 class WorkerDied(InternalError):
     """What ran the batch is gone, and the batch with it; a runner raises it."""
 

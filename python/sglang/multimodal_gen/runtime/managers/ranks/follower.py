@@ -27,6 +27,7 @@ from sglang.multimodal_gen.runtime.managers.ranks.messages import Hello, RankLef
 from sglang.multimodal_gen.runtime.managers.ranks.rank_loop import RankLoop
 from sglang.multimodal_gen.runtime.managers.ranks.spawn import RankProcess, end_all
 from sglang.multimodal_gen.runtime.managers.ranks.start import rank_task, start_ranks
+from sglang.multimodal_gen.runtime.managers.ranks.wire import DoesNotTravel
 from sglang.multimodal_gen.runtime.server_args.parallel_args import ParallelArgs
 from sglang.multimodal_gen.runtime.utils.environ import LaunchedRank
 from sglang.multimodal_gen.runtime.utils.errors import WorkerDied
@@ -108,7 +109,7 @@ def _read_into(
         try:
             while True:
                 inbox.put((rank, channel.receive()))
-        except (EOFError, OSError):
+        except (EOFError, OSError, DoesNotTravel):  # what cannot be read leaves us deaf
             inbox.put((rank, None))
             channel.close()
 

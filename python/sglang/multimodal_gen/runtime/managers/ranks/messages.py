@@ -9,7 +9,7 @@ from typing import Any
 from sglang.multimodal_gen.runtime.distributed.layout import ParallelLayout
 from sglang.multimodal_gen.runtime.distributed.process_group import StoreAddress
 from sglang.multimodal_gen.runtime.managers.ranks.wire import DoesNotTravel, name_of, write
-from sglang.multimodal_gen.runtime.utils.errors import DiffusionError, InternalError
+from sglang.multimodal_gen.runtime.utils.errors import DiffusionError, FollowsFailure, InternalError
 from sglang.multimodal_gen.runtime.utils.progress import Preview, ProgressEvent
 
 
@@ -143,6 +143,11 @@ class SentError:
         kept = {name: value for name, value in vars(error).items() if _travels(value)}
         args = error.args if _travels(error.args) else (str(error),)
         return cls(name_of(type(error)), args, kept, text)
+
+    @property
+    def follows(self) -> bool:
+        """Whether that rank only learned of another's failure."""
+        return self.kind == name_of(FollowsFailure)
 
     def rebuilt(self, rank: int) -> DiffusionError:
         """The error as it was raised; its cause is the other process's traceback.

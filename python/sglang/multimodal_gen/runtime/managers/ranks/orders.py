@@ -52,9 +52,13 @@ class OrderUnderWay:
 
     @property
     def is_split(self) -> bool:
-        """Whether ranks that have ended do not stand at the same place: they cannot go on."""
-        places = {(end.error.kind if end.error else None) for end in self.ends.values()}
-        return len(places) > 1 or len({end.reports for end in self.ends.values()}) > 1
+        """Whether ranks that have ended do not stand at the same place: they cannot go on.
+
+        One that follows another's failure stands where that one does.
+        """
+        errors = [end.error for end in self.ends.values()]
+        kinds = {e.kind if e else None for e in errors if e is None or not e.follows}
+        return len(kinds) > 1 or len({end.reports for end in self.ends.values()}) > 1
 
     def split(self) -> WorkerDied:
         """The error for an order that failed on some of its ranks, or at different places."""
@@ -77,9 +81,9 @@ class OrderUnderWay:
         return {rank: end.value for rank, end in self.ends.items()}
 
     def first_error(self) -> DiffusionError | None:
-        """The error of the lowest rank that failed."""
-        for rank in sorted(self.ends):
-            error = self.ends[rank].error
-            if error is not None:
-                return error.rebuilt(rank)
+        """The error of the lowest rank that failed by itself; else of one that followed it."""
+        failed = {rank: end.error for rank, end in sorted(self.ends.items()) if end.error}
+        own = {rank: error for rank, error in failed.items() if not error.follows}
+        for rank, error in (own or failed).items():
+            return error.rebuilt(rank)
         return None

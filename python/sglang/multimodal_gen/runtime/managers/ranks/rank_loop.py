@@ -55,6 +55,7 @@ class RankLoop:
         self._gone = gone
         self._store = store
         self._busy = False
+        self._last_ended = -1
         self._orders: queue.Queue[Order | Stop] = queue.Queue()
         self._cancelled: dict[int, threading.Event] = {}
         self._lock = threading.Lock()
@@ -91,7 +92,8 @@ class RankLoop:
                 self._gone(None)
                 return
             if isinstance(message, CancelOrder):
-                self._wish_to_stop(message.id).set()
+                if message.id > self._last_ended:  # else it comes too late, and would be kept
+                    self._wish_to_stop(message.id).set()
                 continue
             if isinstance(message, Stop) and self._busy:
                 self._gone(message)
@@ -112,6 +114,7 @@ class RankLoop:
             return End(order.id, error=SentError.of(error), reports=self._reports())
         finally:
             with self._lock:
+                self._last_ended = order.id
                 self._cancelled.pop(order.id, None)
         return End(order.id, value, reports=self._reports())
 

@@ -114,7 +114,11 @@ class _Writer:
             return ["counter", *(self.node(part) for item in value.items() for part in item)]
         return self._by_base(value)
 
-    def _by_base(self, value: Any) -> list[Any]:
+    def _by_base(self, value: Any) -> Any:
+        if isinstance(value, str) and not isinstance(value, enum.Enum):
+            return str(value)  # a caller's own kind of text is text
+        if isinstance(value, Mapping) and not isinstance(value, Counter):
+            return self.node(dict(value))
         if isinstance(value, enum.Enum):
             return ["enum", name_of(type(value)), value.name]
         if isinstance(value, type | types.FunctionType):

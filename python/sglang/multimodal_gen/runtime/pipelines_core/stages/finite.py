@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sglang.multimodal_gen.runtime.distributed.group import Group
-from sglang.multimodal_gen.runtime.utils.errors import InternalError, NonFiniteOutput
+from sglang.multimodal_gen.runtime.utils.errors import FollowsFailure, NonFiniteOutput
 
 _FINE, _NOT_FINITE, _FAILED = range(3)
 
@@ -16,14 +16,14 @@ def require_finite(tensor: Tensor, what: str, control: Group | None = None) -> N
 
     Raises:
         NonFiniteOutput: names whose result it is, and what to try in its precision.
-        InternalError: another rank failed before it had a result.
+        FollowsFailure: another rank failed before it had a result.
     """
     verdict = _FINE if torch.isfinite(tensor).all() else _NOT_FINITE
     worst = _worst(verdict, control)
     if worst == _FINE:
         return
     if worst == _FAILED:
-        raise InternalError(f"another rank failed before {what}; its own error says why")
+        raise FollowsFailure(f"another rank failed before {what}; its own error says why")
     if tensor.dtype == torch.float32:
         remedy = "a setting is out of reason (a very large guidance?), or its weights are damaged"
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -88,9 +89,17 @@ class JobStore(Protocol):
         ...
 
     def list(
-        self, *, kind: str | None = None, limit: int = 100, newest_first: bool = True
-    ) -> list[JobRecord]:
-        """Records by age."""
+        self,
+        *,
+        kind: str | None = None,
+        limit: int = 100,
+        newest_first: bool = True,
+        after: str | None = None,
+    ) -> builtins.list[JobRecord]:
+        """Records by age, of one kind or all; those that follow the record ``after`` in this order.
+
+        None follow an id that there is no record of.
+        """
         ...
 
     def update(
@@ -101,7 +110,9 @@ class JobStore(Protocol):
         """
         ...
 
-    def update_later(self, job_id: str, *, only_if_owner: str | None = None, **changes: Any) -> None:
+    def update_later(
+        self, job_id: str, *, only_if_owner: str | None = None, **changes: Any
+    ) -> None:
         """The same for what may be lost: returns at once, and is written now and then."""
         ...
 
@@ -113,19 +124,19 @@ class JobStore(Protocol):
         """Forget a record, and its key; whether there was one."""
         ...
 
-    def sweep(self, now: float) -> list[JobRecord]:
+    def sweep(self, now: float) -> builtins.list[JobRecord]:
         """Forget what expired before ``now``, and say what that was."""
         ...
 
     def claim(
         self, owner: str, model: str, now: float, lease_until: float, limit: int
-    ) -> list[JobRecord]:
+    ) -> builtins.list[JobRecord]:
         """Take over unfinished work that nobody has, oldest first; each goes to one server only.
 
         That is what has no owner, or one whose lease is over; what was this owner's own stays so.
         """
         ...
 
-    def renew(self, owner: str, lease_until: float) -> list[JobRecord]:
+    def renew(self, owner: str, lease_until: float) -> builtins.list[JobRecord]:
         """Say that a server is still there; its unfinished records, as they are now."""
         ...

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
 _FORMAT = "sglang-loop-state-1"
+# What parsers make of bytes that are cut off, damaged, or of another kind.
+_DAMAGE = (SafetensorError, struct.error, ValueError, KeyError, TypeError, RecursionError)
 
 
 class NotKeepable(ValueError):
@@ -68,7 +71,7 @@ class LoopState:
             "scheduler": _out(self.scheduler, tensors),
         }
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        return save(tensors, {"format": _FORMAT, "state": json.dumps(about)})
+        return save(tensors, {_FORMAT: json.dumps(about)})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> LoopState:
@@ -80,9 +83,7 @@ class LoopState:
         try:
             (length,) = struct.unpack_from("<Q", data)
             metadata = json.loads(data[8 : 8 + length])["__metadata__"]
-            if metadata["format"] != _FORMAT:
-                raise NotKeepable(f"a loop state of another format: {metadata['format']!r}")
-            about = json.loads(metadata["state"])
+            about = json.loads(metadata[_FORMAT])
             tensors = load(data)
             return cls(
                 step=about["step"],
@@ -93,10 +94,7 @@ class LoopState:
                 scheduler_class=about["scheduler_class"],
                 scheduler=_in(about["scheduler"], tensors),
             )
-        except NotKeepable:
-            raise
-        except Exception as error:
-            # Whatever a parser makes of damaged bytes means the same here.
+        except _DAMAGE as error:
             raise NotKeepable(f"no loop state: {type(error).__name__}: {error}") from error
 
 

@@ -14,6 +14,7 @@
     ├── PipelineDefinitionError (TypeError)  a porter's pipeline, stage or registration is wrong
     ├── Cancelled                  the caller asked to stop; not a failure
     ├── DeadlineExceeded           the request's own time limit passed: HTTP 504
+    ├── FailedBefore               a job's failure as its record tells it
     ├── Unavailable                not now, perhaps later: HTTP 503
     │   ├── QueueFull              too much waits already: HTTP 429
     │   └── StoreUnavailable       the jobs' database does not answer
@@ -27,6 +28,9 @@ errors as one paragraph without a traceback; everything else is a bug and keeps 
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 
 class DiffusionError(Exception):
@@ -82,6 +86,14 @@ class Cancelled(DiffusionError):
 
 class DeadlineExceeded(DiffusionError):
     """The time that a request set for itself passed before it was done."""
+
+
+class FailedBefore(DiffusionError):
+    """A job that failed earlier, or on another server: what its record says of it."""
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        self.told = told
+        super().__init__(str(told.get("message")))
 
 
 class Unavailable(DiffusionError):

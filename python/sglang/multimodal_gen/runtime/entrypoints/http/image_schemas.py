@@ -93,6 +93,9 @@ class ImageSettings(BaseModel):
     timeout: float | None = Field(
         None, description="Seconds after which to give up with 504.", gt=0, le=7 * 86400
     )
+    webhook_url: str | None = Field(
+        None, description="Called when the job ends, signed; for servers that send webhooks."
+    )
     user: str | None = Field(None, description="Taken for compatibility; not used.")
     quality: str | None = Field(None, description="Taken for compatibility; a warning says so.")
     style: str | None = Field(None, description="Taken for compatibility; a warning says so.")
@@ -158,7 +161,8 @@ class ImageSettings(BaseModel):
 
 _NOT_SAMPLING = frozenset(
     {"model", "size", "response_format", "output_format", "output_compression", "background",
-     "stream", "partial_images", "priority", "timeout", "user", "quality", "style", "moderation"}
+     "stream", "partial_images", "priority", "timeout", "user", "quality", "style", "moderation",
+     "webhook_url"}
 )  # fmt: skip
 _REFUSED = PATH_SETTINGS | {"num_outputs_per_prompt"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import logging
 import threading
@@ -49,15 +50,18 @@ class BufferedJobStore:
         return record if record is None or record.final else dataclasses.replace(record, **later)
 
     def list(
-        self, *, kind: str | None = None, limit: int = 100, newest_first: bool = True
-    ) -> list[JobRecord]:
+        self,
+        *,
+        kind: str | None = None,
+        limit: int = 100,
+        newest_first: bool = True,
+        after: str | None = None,
+    ) -> builtins.list[JobRecord]:
         """Records by age, with what was not written yet."""
-        found = self.inner.list(kind=kind, limit=limit, newest_first=newest_first)
+        found = self.inner.list(kind=kind, limit=limit, newest_first=newest_first, after=after)
         with self._lock:
             later = {job_id: changes for job_id, (_, changes) in self._later.items()}
-        return [
-            r if r.final else dataclasses.replace(r, **later.get(r.id, {})) for r in found
-        ]
+        return [r if r.final else dataclasses.replace(r, **later.get(r.id, {})) for r in found]
 
     def update(
         self, job_id: str, *, only_if_owner: str | None = None, **changes: Any
@@ -79,7 +83,9 @@ class BufferedJobStore:
                 self._later[job_id] = (only_if_owner, later | changes)
             raise
 
-    def update_later(self, job_id: str, *, only_if_owner: str | None = None, **changes: Any) -> None:
+    def update_later(
+        self, job_id: str, *, only_if_owner: str | None = None, **changes: Any
+    ) -> None:
         """Change fields in memory; the next `flush` writes them."""
         with self._lock:
             _, later = self._later.get(job_id, (None, {}))
@@ -110,11 +116,13 @@ class BufferedJobStore:
             unsaved = self._unsaved.pop(job_id, None)
         return unsaved is not None or self.inner.delete(job_id)
 
-    def sweep(self, now: float) -> list[JobRecord]:
+    def sweep(self, now: float) -> builtins.list[JobRecord]:
         """Forget what expired."""
         with self._lock:
             gone = [
-                r for r in self._unsaved.values() if r.expires_at is not None and r.expires_at <= now
+                r
+                for r in self._unsaved.values()
+                if r.expires_at is not None and r.expires_at <= now
             ]
             for record in gone:
                 del self._unsaved[record.id]
@@ -122,11 +130,11 @@ class BufferedJobStore:
 
     def claim(
         self, owner: str, model: str, now: float, lease_until: float, limit: int
-    ) -> list[JobRecord]:
+    ) -> builtins.list[JobRecord]:
         """Take over unfinished work that nobody has."""
         return self.inner.claim(owner, model, now, lease_until, limit)
 
-    def renew(self, owner: str, lease_until: float) -> list[JobRecord]:
+    def renew(self, owner: str, lease_until: float) -> builtins.list[JobRecord]:
         """Say that a server is still there."""
         return self.inner.renew(owner, lease_until)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import json
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Connection, and_, delete, insert, or_, select, update
+from sqlalchemy import Connection, and_, delete, insert, literal, or_, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 
 from sglang.multimodal_gen.runtime.managers.jobs import FINAL, IdempotencyKey, JobRecord
@@ -20,6 +21,7 @@ from sglang.multimodal_gen.runtime.managers.storage.database import (
 )
 from sglang.multimodal_gen.runtime.utils.errors import KeyReused
 
+_SWEPT_AT_ONCE = 1000
 _UNFINISHED = ("queued", "in_progress")
 assert not FINAL & set(_UNFINISHED)
 
@@ -58,14 +60,26 @@ class SqlJobStore:
             return _read(connection, job_id)
 
     def list(
-        self, *, kind: str | None = None, limit: int = 100, newest_first: bool = True
-    ) -> list[JobRecord]:
+        self,
+        *,
+        kind: str | None = None,
+        limit: int = 100,
+        newest_first: bool = True,
+        after: str | None = None,
+    ) -> builtins.list[JobRecord]:
         """Records by age."""
         age = (jobs.c.created_at, jobs.c.id)
         query = select(jobs).order_by(*(c.desc() for c in age) if newest_first else age)
         if kind is not None:
             query = query.where(jobs.c.kind == kind)
         with self.database.read() as connection:
+            if after is not None:
+                last = _read(connection, after)
+                if last is None:
+                    return []
+                place = tuple_(*age)
+                there = tuple_(literal(last.created_at), literal(last.id))
+                query = query.where(place < there if newest_first else place > there)
             return [_record(row) for row in connection.execute(query.limit(limit)).mappings()]
 
     def update(
@@ -85,7 +99,9 @@ class SqlJobStore:
                 connection.execute(insert(webhooks), _delivery(record))
             return record
 
-    def update_later(self, job_id: str, *, only_if_owner: str | None = None, **changes: Any) -> None:
+    def update_later(
+        self, job_id: str, *, only_if_owner: str | None = None, **changes: Any
+    ) -> None:
         """The same; see `BufferedJobStore` for one that does not wait."""
         self.update(job_id, only_if_owner=only_if_owner, **changes)
 
@@ -98,7 +114,7 @@ class SqlJobStore:
             connection.execute(delete(idempotency_keys).where(idempotency_keys.c.job_id == job_id))
             return connection.execute(delete(jobs).where(jobs.c.id == job_id)).rowcount == 1
 
-    def sweep(self, now: float) -> list[JobRecord]:
+    def sweep(self, now: float) -> builtins.list[JobRecord]:
         """Forget what expired, with its keys; the oldest finished ones too where there are many."""
         with self.database.read() as connection:
             gone = self._expired(connection, now)
@@ -112,7 +128,7 @@ class SqlJobStore:
 
     def claim(
         self, owner: str, model: str, now: float, lease_until: float, limit: int
-    ) -> list[JobRecord]:
+    ) -> builtins.list[JobRecord]:
         """Take over unfinished work that nobody has."""
         if limit <= 0:
             return []
@@ -135,7 +151,7 @@ class SqlJobStore:
                     claimed.append(record)
         return claimed
 
-    def renew(self, owner: str, lease_until: float) -> list[JobRecord]:
+    def renew(self, owner: str, lease_until: float) -> builtins.list[JobRecord]:
         """Say that a server is still there."""
         own = and_(jobs.c.owner == owner, jobs.c.status.in_(_UNFINISHED))
         with self.database.write() as connection:
@@ -149,6 +165,12 @@ class SqlJobStore:
         with self.database.write() as connection:
             freeing = update(jobs).where(own).values(owner=None, lease_until=None)
             return connection.execute(freeing).rowcount
+
+    def unfinished(self) -> set[str]:
+        """The ids of all work that has not ended, of all servers."""
+        with self.database.read() as connection:
+            query = select(jobs.c.id).where(jobs.c.status.in_(_UNFINISHED))
+            return set(connection.execute(query).scalars())
 
     def __len__(self) -> int:
         with self.database.read() as connection:
@@ -179,13 +201,14 @@ class SqlJobStore:
             connection.execute(insert(jobs), _row(record))
         return True
 
-    def _expired(self, connection: Connection, now: float) -> list[JobRecord]:
-        over = select(jobs).where(jobs.c.expires_at <= now)
+    def _expired(self, connection: Connection, now: float) -> builtins.list[JobRecord]:
+        over = select(jobs).where(jobs.c.expires_at <= now).limit(_SWEPT_AT_ONCE)
         gone = [_record(row) for row in connection.execute(over).mappings()]
         if self.max_finished is not None:
             finished = jobs.c.status.in_(sorted(FINAL))
             query = select(jobs).where(finished, jobs.c.expires_at > now)
-            query = query.order_by(jobs.c.completed_at.desc()).offset(self.max_finished)
+            query = query.order_by(jobs.c.completed_at.desc())
+            query = query.offset(self.max_finished).limit(_SWEPT_AT_ONCE)
             gone += [_record(row) for row in connection.execute(query).mappings()]
         return gone
 

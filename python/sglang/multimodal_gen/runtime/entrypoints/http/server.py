@@ -56,7 +56,7 @@ def serve(
     """
     address = address_of(listener)
     with contextlib.closing(listener), open_storage(serving) as storage:
-        webhooks = _webhooks(serving, storage)
+        webhooks = webhook_sender(serving, storage)
         quiet_clean_up(storage)
         lifecycle = Lifecycle(
             lambda progress: open_service(server_args, serving, storage, progress),
@@ -81,7 +81,7 @@ def serve(
     return 0
 
 
-def _webhooks(serving: ServingArgs, storage: Storage) -> WebhookSender | None:
+def webhook_sender(serving: ServingArgs, storage: Storage) -> WebhookSender | None:
     """Who sends webhooks; None where there is nothing to sign them with.
 
     Raises:

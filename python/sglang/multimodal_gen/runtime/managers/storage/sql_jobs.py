@@ -234,11 +234,11 @@ def _row(record: JobRecord) -> dict[str, Any]:
     return _plain({name: getattr(record, name) for name in _FIELDS})
 
 
-def _record(row: Mapping[str, Any]) -> JobRecord:
-    values = {name: row[name] for name in _FIELDS}
-    return JobRecord(
-        **values | {"warnings": tuple(row["warnings"]), "results": tuple(row["results"])}
-    )
+def _record(row: Any) -> JobRecord:
+    """A record of a row, by column name."""
+    values: dict[str, Any] = {name: row[name] for name in _FIELDS}
+    values["warnings"], values["results"] = tuple(row["warnings"]), tuple(row["results"])
+    return JobRecord(**values)
 
 
 def _read(connection: Connection, job_id: str) -> JobRecord | None:

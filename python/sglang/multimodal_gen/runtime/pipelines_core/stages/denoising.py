@@ -75,7 +75,7 @@ class DenoisingStage(PipelineStage):
         batch.model_state = config.prepare_model_state(batch, self.transformer)
         total = len(batch.timesteps)
         # What the loop's own draws depend on; a stage whose loop draws declares that it reads them.
-        generators = batch.generator if "generator" in self.reads else []
+        generators = batch.generator if "generator" in (self.reads or ()) else []
         first, latents = self.checkpoints.begin(batch, scheduler, batch.latents, generators)
         batch.control.report("denoise", first, total, "denoising")
         for step in range(first, total):

@@ -90,7 +90,7 @@ def test_a_full_disk_costs_the_state_alone(store, folder):
 
 
 @pytest.mark.parametrize("damage", [lambda d: d[:-5], lambda d: b"", lambda d: b"\xff" * 99,
-                                    lambda d: d[:8] + b"{" + d[9:], lambda d: d[8:]])  # fmt: skip
+                                    lambda d: d[:20] + bytes(20) + d[40:], lambda d: d[8:]])  # fmt: skip
 def test_a_damaged_state_is_none(store, folder, damage):
     folder.go.set()
     folder.write("a-0.safetensors", damage(state(3).to_bytes()))

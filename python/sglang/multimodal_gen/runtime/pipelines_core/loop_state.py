@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -29,7 +30,7 @@ class LoopState:
 
     ``latents`` are packed, [B, ...]; ``generators`` are the states of the images' generators, none
     where the loop draws nothing; ``scheduler`` holds the attributes of the scheduler: JSON's
-    values, and tensors. ``timesteps`` and ``seeds`` say which loop it is.
+    values, arrays and tensors. ``timesteps`` and ``seeds`` say which loop it is.
     """
 
     step: int
@@ -122,7 +123,9 @@ def kept_copy(value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return np.array(value, order="C")
+    if value is None or isinstance(value, bool | int | float | str | np.number):
         return value
     if isinstance(value, list | tuple):
         return [kept_copy(item) for item in value]
@@ -135,6 +138,8 @@ def restored(kept: Any, device: torch.device | str) -> Any:
     """A kept value on a device; tensors are copies."""
     if isinstance(kept, Tensor):
         return kept.to(device, copy=True)
+    if isinstance(kept, np.ndarray):
+        return kept.copy()
     if isinstance(kept, list):
         return [restored(item, device) for item in kept]
     if isinstance(kept, dict):
@@ -148,6 +153,10 @@ def _out(value: Any, tensors: dict[str, Tensor]) -> Any:
         name = f"scheduler.{len(tensors)}"
         tensors[name] = value.clone()  # one memory may stand behind two attributes
         return {"tensor": name}
+    if isinstance(value, np.ndarray | np.number):
+        name = f"scheduler.{len(tensors)}"
+        tensors[name] = torch.from_numpy(np.array(value, order="C"))
+        return {"number" if isinstance(value, np.number) else "numpy": name}
     if isinstance(value, list):
         return {"list": [_out(item, tensors) for item in value]}
     if isinstance(value, dict):
@@ -159,6 +168,9 @@ def _in(value: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     ((kind, inner),) = value.items()
     if kind == "tensor":
         return tensors[inner]
+    if kind in ("numpy", "number"):
+        array = tensors[inner].numpy()
+        return array if kind == "numpy" else array[()]
     if kind == "list":
         return [_in(item, tensors) for item in inner]
     return {k: _in(v, tensors) for k, v in inner.items()} if kind == "dict" else inner

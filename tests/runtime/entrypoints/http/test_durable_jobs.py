@@ -112,8 +112,9 @@ def test_the_same_request_under_a_key_is_made_once(durable):
     assert first.json()["id"] == second.json()["id"]
     assert len(live.runner.batches) == 1
     assert post(live, headers=key | ASYNC, **body).json()["id"] == first.json()["id"]
-    assert post(live, headers={"idempotency-key": "another"}, **body).json()["id"] != (
-        first.json()["id"]
+    assert (
+        post(live, headers={"idempotency-key": "another"}, **body).json()["id"]
+        != (first.json()["id"])
     )
 
 

@@ -110,14 +110,14 @@ def test_a_stopped_server_hands_durable_work_to_the_next(tmp_path):
 
 def test_work_of_a_lost_connection_is_told_and_not_repeated(tmp_path):
     """A client that waited on its connection asks again: running the old request too is waste."""
-    with serving(tmp_path) as (process, client):
-        with client.stream(
-            "POST", "/v1/images/generations", json=BODY | {"stream": True}
-        ) as response:
-            job_id = response.headers["x-job-id"]
-            until(client, job_id, lambda r: r["progress"] >= 10)
-            process.send_signal(signal.SIGKILL)
-            process.wait(30)
+    with (
+        serving(tmp_path) as (process, client),
+        client.stream("POST", "/v1/images/generations", json=BODY | {"stream": True}) as response,
+    ):
+        job_id = response.headers["x-job-id"]
+        until(client, job_id, lambda r: r["progress"] >= 10)
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
     with serving(tmp_path) as (_, client):
         record = until(client, job_id, lambda r: r["status"] in FINAL)
         assert (record["status"], record["error"]["code"]) == ("failed", "interrupted")

@@ -89,8 +89,16 @@ def test_a_full_disk_costs_the_state_alone(store, folder):
     assert store.load("a", 0).step == 2
 
 
-@pytest.mark.parametrize("damage", [lambda d: d[:-5], lambda d: b"", lambda d: b"\xff" * 99,
-                                    lambda d: d[:20] + bytes(20) + d[40:], lambda d: d[8:]])  # fmt: skip
+DAMAGE = [
+    lambda d: d[:-5],
+    lambda d: b"",
+    lambda d: b"\xff" * 99,
+    lambda d: d[:20] + bytes(20) + d[40:],
+    lambda d: d[8:],
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_state_is_none(store, folder, damage):
     folder.go.set()
     folder.write("a-0.safetensors", damage(state(3).to_bytes()))

@@ -175,7 +175,7 @@ def test_a_client_that_comes_back_with_its_key_finds_its_work_going_on(durable):
         client.images.generate(**options)
     reply = live.openai().images.generate(**options)
     assert len(live.runner.batches) == 1
-    assert Image.open(io.BytesIO(base64.b64decode(reply.data[0].b64_json))).size
+    assert Image.open(io.BytesIO(base64.b64decode(reply.data[0].b64_json))).size == (6, 4)
 
 
 # Edits.

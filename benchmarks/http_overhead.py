@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from sglang.multimodal_gen.runtime.entrypoints.http.listening import address_of,
 from sglang.multimodal_gen.runtime.entrypoints.http.opening import service_of
 from sglang.multimodal_gen.runtime.entrypoints.http.server import Server
 from sglang.multimodal_gen.runtime.managers.lifecycle import Lifecycle
+from sglang.multimodal_gen.runtime.managers.storage.opening import open_storage
 from sglang.multimodal_gen.runtime.server_args.serving import ServingArgs
 from sglang.multimodal_gen.runtime.utils.image_file import encode_image
 
@@ -33,11 +35,15 @@ LIMIT_MS = 10.0
 @contextlib.contextmanager
 def served(generator: DiffGenerator) -> Iterator[str]:
     """The generator's worker behind a real server."""
-    serving = ServingArgs.from_flat(port=0, file_store="off")
     worker = generator._open()
-    lifecycle = Lifecycle(lambda _: service_of(worker.model, worker, serving))
-    server = Server(create_app(Context(lifecycle, serving, None)), lifecycle, serving.http)
-    with contextlib.closing(listen(serving.http)) as listener:
+    with contextlib.ExitStack() as stack:
+        state = stack.enter_context(tempfile.TemporaryDirectory())  # on a disk, as servers have it
+        serving = ServingArgs.from_flat(port=0, state_dir=state)
+        listener = stack.enter_context(contextlib.closing(listen(serving.http)))
+        storage = stack.enter_context(open_storage(serving))
+        lifecycle = Lifecycle(lambda _: service_of(worker.model, worker, serving, storage))
+        context = Context(lifecycle, serving, storage.files)
+        server = Server(create_app(context), lifecycle, serving.http)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         lifecycle.start()
         thread.start()

@@ -11,6 +11,7 @@ import torch
 from sglang.multimodal_gen.configs.pipeline_configs.base import ImagePipelineConfig
 from sglang.multimodal_gen.configs.sample.sampling_params import ImageSamplingParams
 from sglang.multimodal_gen.runtime.managers.admission import admit
+from sglang.multimodal_gen.runtime.pipelines_core.loop_state import LoopState
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch, Req
 from sglang.multimodal_gen.runtime.utils.errors import Cancelled, DiffusionError
 from sglang.multimodal_gen.runtime.utils.progress import Preview
@@ -95,6 +96,15 @@ class Heard:
     seeds: list[int] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     error: DiffusionError | None = None
+    keeps_states: bool = False
+    states: list[tuple[int, LoopState]] = field(default_factory=list)
+    resumptions: list[tuple[int, int]] = field(default_factory=list)
+
+    def checkpointed(self, part: int, state: LoopState) -> None:
+        self.states.append((part, state))
+
+    def resumed(self, part: int, step: int) -> None:
+        self.resumptions.append((part, step))
 
     def started(self) -> None:
         self.events.append("started")

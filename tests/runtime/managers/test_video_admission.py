@@ -17,7 +17,6 @@ from sglang.multimodal_gen.configs.task_type import DataType, ModelTaskType
 from sglang.multimodal_gen.runtime.managers.admission import admit
 from sglang.multimodal_gen.runtime.managers.batch_merging import join, part_of, signature
 from sglang.multimodal_gen.runtime.managers.finished import FinishedVideo, finished_of
-from sglang.multimodal_gen.runtime.managers.jobs import JobRecord, MemoryJobStore
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.managers.ranks.pixels import packed, unpacked
 from sglang.multimodal_gen.runtime.managers.worker import Worker
@@ -222,17 +221,3 @@ def test_values_that_no_model_can_serve(values, words):
     """CB-017, CB-125."""
     with pytest.raises(InvalidRequest, match=words):
         ToyClipsSamplingParams(prompt="x", **values)
-
-
-def test_records_by_age_and_from_a_place_on():
-    store = MemoryJobStore()
-    for k in range(5):
-        kind = "video" if k % 2 == 0 else "image"
-        store.add(JobRecord(id=str(k), kind=kind, model="m", created_at=1.0))
-    ids = lambda **query: [record.id for record in store.list(**query)]  # noqa: E731
-    assert ids() == ["4", "3", "2", "1", "0"]
-    assert ids(newest_first=False, limit=2) == ["0", "1"]
-    assert ids(kind="video") == ["4", "2", "0"]
-    assert ids(kind="video", after="4", limit=1) == ["2"]
-    assert ids(kind="video", after="2", newest_first=False) == ["4"]
-    assert ids(after="gone") == []

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,14 +22,15 @@ from sglang.multimodal_gen.runtime.entrypoints.http.app import create_app
 from sglang.multimodal_gen.runtime.entrypoints.http.context import Context
 from sglang.multimodal_gen.runtime.entrypoints.http.listening import address_of, listen
 from sglang.multimodal_gen.runtime.entrypoints.http.opening import service_of
-from sglang.multimodal_gen.runtime.entrypoints.http.server import Server
-from sglang.multimodal_gen.runtime.managers.file_store import LocalFileStore
+from sglang.multimodal_gen.runtime.entrypoints.http.server import Server, webhook_sender
 from sglang.multimodal_gen.runtime.managers.lifecycle import Lifecycle
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.managers.service import GenerationService
+from sglang.multimodal_gen.runtime.managers.storage.opening import Storage, open_storage
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.server_args.serving import ServingArgs
 
+FLAGS = {"port": 0, "served_model_name": "tiny", "job_store": "memory"}
 SMALL = {"num_inference_steps": 2, "max_sequence_length": 16, "size": "64x48"}
 
 
@@ -59,6 +59,7 @@ class Live:
     runner: Any
     http: httpx.Client
     server: Server
+    storage: Storage
 
     @property
     def service(self) -> GenerationService:
@@ -84,32 +85,28 @@ class Live:
         return error
 
 
-def store_of(serving: ServingArgs) -> LocalFileStore | None:
-    keep = serving.keep.file_store
-    return None if keep == "off" else LocalFileStore(Path(keep) if keep else None)
-
-
 @contextlib.contextmanager
 def running(
-    open_service: Callable[[Any], GenerationService],
-    serving: ServingArgs,
-    runner: Any,
-    files: LocalFileStore | None = None,
+    open_service: Callable[[Storage], GenerationService], serving: ServingArgs, runner: Any
 ) -> Iterator[Live]:
-    listener = listen(serving.http)
-    files = store_of(serving) if files is None else files
-    lifecycle = Lifecycle(open_service)
-    context = Context(lifecycle, serving, files)
+    stack = contextlib.ExitStack()
+    listener = stack.enter_context(contextlib.closing(listen(serving.http)))
+    storage = stack.enter_context(open_storage(serving))
+    webhooks = webhook_sender(serving, storage)
+    lifecycle = Lifecycle(lambda _: open_service(storage))
+    context = Context(lifecycle, serving, storage.files, webhooks)
     server = Server(create_app(context), lifecycle, serving.http)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     url = address_of(listener)
     lifecycle.start()
+    if webhooks is not None:
+        webhooks.start()
     thread.start()
     with httpx.Client(base_url=url, timeout=30) as http:
         while not server.started:
             time.sleep(0.005)
         try:
-            yield Live(url, context, runner, http, server)
+            yield Live(url, context, runner, http, server, storage)
         finally:
             lifecycle.stop_taking()
             if lifecycle.opened:
@@ -118,9 +115,9 @@ def running(
             server.should_exit = True
             thread.join(20)
             assert not thread.is_alive()
-            listener.close()
-            if files is not None:
-                files.close()
+            if webhooks is not None:
+                webhooks.close()
+            stack.close()
 
 
 @pytest.fixture(scope="session")
@@ -150,16 +147,10 @@ def start(description) -> Iterator[Callable[..., Live]]:
 
         def run(runner: Any = None, model: Any = None, *, ready: bool = True, **flags: Any) -> Live:
             runner = SlowRunner() if runner is None else runner
-            serving = ServingArgs.from_flat(**{"port": 0, "served_model_name": "tiny"} | flags)
+            serving = ServingArgs.from_flat(**FLAGS | flags)
             model = description if model is None else model
-            files = store_of(serving)
             live = stack.enter_context(
-                running(
-                    lambda _: service_of(model, runner, serving, files=files),
-                    serving,
-                    runner,
-                    files,
-                )
+                running(lambda kept: service_of(model, runner, serving, kept), serving, runner)
             )
             while ready and live.context.lifecycle.phase == "loading":
                 time.sleep(0.005)
@@ -172,8 +163,10 @@ def start(description) -> Iterator[Callable[..., Live]]:
 def shared(description) -> Iterator[Live]:
     """One server for tests that leave it as it is."""
     runner = SlowRunner()
-    serving = ServingArgs.from_flat(port=0, served_model_name="tiny")
-    with running(lambda _: service_of(description, runner, serving), serving, runner) as live:
+    serving = ServingArgs.from_flat(**FLAGS)
+    with running(
+        lambda kept: service_of(description, runner, serving, kept), serving, runner
+    ) as live:
         while live.context.lifecycle.phase == "loading":
             time.sleep(0.005)
         yield live

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import shutil
 import threading
 import time
 
@@ -383,7 +384,7 @@ def test_a_dead_worker_is_a_clear_error_and_health_says_so(start):
 def test_a_full_disk_harms_links_alone(start, tmp_path):
     """CB-076: a clear 5xx, no truncated file, b64 unaffected."""
     live = start(file_store=str(tmp_path / "store"))
-    (tmp_path / "store").rmdir()
+    shutil.rmtree(tmp_path / "store")
     (tmp_path / "store").write_text("in the way")
     error = live.refusal(live.generate(response_format="url"), 507)
     assert error["code"] == "storage_full"

@@ -28,6 +28,12 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"}
 
 
+@pytest.fixture(autouse=True)
+def _state(tmp_path, monkeypatch):
+    """The default place of state is one for each test, not the developer's own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
 @contextlib.contextmanager
 def served(*flags: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
     """A server process and a client of it, at the port it says."""

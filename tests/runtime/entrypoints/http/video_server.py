@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from runtime.entrypoints.http.conftest import Live, running, store_of
+from runtime.entrypoints.http.conftest import FLAGS, Live, running
 from sglang.multimodal_gen.runtime.entrypoints.http.opening import service_of
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.managers.worker import Worker
@@ -62,13 +62,13 @@ def describe(folder: Path, **flags: Any) -> ModelDescription:
 def serving_clips(
     model: ModelDescription, worker: Worker, *, step_seconds: float = 0.0, **flags: Any
 ) -> Iterator[Live]:
-    serving = ServingArgs.from_flat(**{"port": 0, "served_model_name": "toy"} | flags)
-    runner, files = ToyRunner(worker), store_of(serving)
+    serving = ServingArgs.from_flat(**FLAGS | {"served_model_name": "toy"} | flags)
+    runner = ToyRunner(worker)
     runner.step_seconds = step_seconds
-    open_service: Callable[[Any], Any] = lambda _: service_of(  # noqa: E731
-        model, runner, serving, files=files
+    open_service: Callable[[Any], Any] = lambda kept: service_of(  # noqa: E731
+        model, runner, serving, kept
     )
-    with running(open_service, serving, runner, files) as live:
+    with running(open_service, serving, runner) as live:
         while live.context.lifecycle.phase == "loading":
             time.sleep(0.005)
         yield live

@@ -26,10 +26,10 @@ PER_IMAGE_FIELDS = frozenset({"prompt", "negative_prompt", "seeds", "previews"})
 """The same for `Req`."""
 
 NOT_COMPARED = frozenset(
-    {"request", "request_id", "control", "warnings", "warned_images", "timings"}
+    {"request", "request_id", "control", "warnings", "warned_images", "timings", "resume_from"}
 )
 """Fields of `Req` that say whose batch it is, or what became of it; ``request`` is compared by its
-own fields."""
+own fields, and ``resume_from`` keeps its whole request alone (`waiting_line.Ticket`)."""
 
 
 def signature(batch: Req) -> Hashable:

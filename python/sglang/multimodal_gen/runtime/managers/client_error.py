@@ -15,7 +15,9 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     CheckpointError,
     DeadlineExceeded,
     DiffusionError,
+    FailedBefore,
     InvalidRequest,
+    KeyReused,
     NonFiniteOutput,
     OutOfMemory,
     OutputError,
@@ -55,6 +57,17 @@ class ClientError:
         }
 
 
+_STATUS_OF = {
+    "invalid_value": 400,
+    "out_of_memory": 400,
+    "bad_file": 400,
+    "cancelled": 409,
+    "unavailable": 503,
+    "deadline_exceeded": 504,
+    "storage_full": 507,
+}
+"""The status of an error that only a record tells of; 500 where it is none of these."""
+
 _Answer = Callable[[DiffusionError], ClientError]
 
 
@@ -62,6 +75,16 @@ def client_error(error: DiffusionError) -> ClientError:
     """How an error is told."""
     if isinstance(error, InvalidRequest):
         return _invalid_request(error)
+    if isinstance(error, FailedBefore):
+        told = error.told
+        return ClientError(
+            _STATUS_OF.get(str(told.get("code")), 500),
+            str(told.get("message")),
+            str(told.get("type")),
+            told.get("param"),
+            told.get("code"),
+            retry=False,
+        )
     if isinstance(error, Unavailable):
         seconds = max(1, math.ceil(error.retry_after))
         if isinstance(error, QueueFull):
@@ -99,6 +122,12 @@ _NO_SPACE = (
 _ANSWERS: tuple[tuple[type[DiffusionError], _Answer], ...] = (
     (OutOfMemory, _clients_fault("out_of_memory")),
     (OutputError, _server_error(507, "storage_full", _NO_SPACE)),
+    (
+        KeyReused,
+        lambda error: ClientError(
+            422, str(error), param="Idempotency-Key", code="idempotency_key_reused", retry=False
+        ),
+    ),
     (UserError, _clients_fault("invalid_value")),
     (CheckpointError, _clients_fault("bad_file", "the file is damaged, or for another model")),
     (

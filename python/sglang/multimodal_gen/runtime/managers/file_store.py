@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 import tempfile
 import threading
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -42,6 +44,10 @@ class FileStore(Protocol):
 
     def read(self, file_id: str) -> bytes | None:
         """The bytes of a file; None where there is none."""
+        ...
+
+    def keep_until(self, file_ids: Sequence[str], expires_at: float) -> None:
+        """Change when files expire."""
         ...
 
     def delete(self, file_id: str) -> bool:
@@ -94,6 +100,15 @@ class LocalFileStore:
         except OSError:  # somebody else removed it
             self.delete(file_id)
             return None
+
+    def keep_until(self, file_ids: Sequence[str], expires_at: float) -> None:
+        """Change when files expire."""
+        with self._lock:
+            for file_id in file_ids:
+                if file_id in self._files:
+                    file, path = self._files[file_id]
+                    changed = dataclasses.replace(file, expires_at=expires_at)
+                    self._files[file_id] = (changed, path)
 
     def delete(self, file_id: str) -> bool:
         """Remove a file."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import dataclasses
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -18,7 +16,8 @@ class JobRecord:
     """One piece of work. Times are seconds since 1970; all values can be written as JSON.
 
     ``settings`` are those asked for; ``results`` has one entry an output (``seed`` and, where it
-    is kept, what `ResultKeeper.keep` says); ``error`` has ``message``, ``type`` and ``code``.
+    is kept, ``file_id``, ``content_type`` and ``bytes``); ``error`` has ``message``, ``type`` and
+    ``code``.
     """
 
     id: str
@@ -35,6 +34,23 @@ class JobRecord:
     warnings: Sequence[str] = ()
     results: Sequence[Mapping[str, Any]] = ()
     error: Mapping[str, Any] | None = None
+    rerun: Mapping[str, Any] | None = None
+    """What runs it again after a restart (`work_order.order_of`); None for work that ends with
+    its caller's connection."""
+    inputs: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Sampling field -> ids of the files that were uploaded for it."""
+    deadline: float | None = None
+    owner: str | None = None
+    """The server that has it, until ``lease_until`` unless it says that it is still there."""
+    lease_until: float | None = None
+    cancel_requested: bool = False
+    """Another server was asked to cancel it; the owner will."""
+    attempts: int = 0
+    """How often a server began with it."""
+    resumed_at_step: int | None = None
+    """Denoising steps that were not done again when it last went on after an interruption."""
+    webhook: str | None = None
+    """The URL that is told when it ends."""
 
     @property
     def final(self) -> bool:
@@ -42,11 +58,30 @@ class JobRecord:
         return self.status in FINAL
 
 
-class JobStore(Protocol):
-    """Where records are kept. Called from several threads."""
+@dataclass(frozen=True, slots=True)
+class IdempotencyKey:
+    """A client's own name for a request; ``fingerprint`` is of what it asked for.
 
-    def add(self, record: JobRecord) -> None:
-        """Keep a new record."""
+    ``scope`` keeps the keys of different clients apart.
+    """
+
+    key: str
+    fingerprint: str
+    scope: str = ""
+
+
+class JobStore(Protocol):
+    """Where records are kept. Called from several threads, and by several servers.
+
+    All verbs may raise `StoreUnavailable`.
+    """
+
+    def add(self, record: JobRecord, key: IdempotencyKey | None = None) -> JobRecord:
+        """Keep a new record; returns it, or the one that came before under the same key.
+
+        Raises:
+            KeyReused: the key came before with another request.
+        """
         ...
 
     def get(self, job_id: str) -> JobRecord | None:
@@ -67,86 +102,41 @@ class JobStore(Protocol):
         """
         ...
 
-    def update(self, job_id: str, **changes: Any) -> JobRecord | None:
-        """Change fields; None, and nothing done, where the record is gone or final already."""
+    def update(
+        self, job_id: str, *, only_if_owner: str | None = None, **changes: Any
+    ) -> JobRecord | None:
+        """Change fields; None, and nothing done, where the record is gone or final already, or
+        belongs to another server than ``only_if_owner``.
+        """
+        ...
+
+    def update_later(
+        self, job_id: str, *, only_if_owner: str | None = None, **changes: Any
+    ) -> None:
+        """The same for what may be lost: returns at once, and is written now and then."""
+        ...
+
+    def flush(self) -> None:
+        """Write what waits."""
         ...
 
     def delete(self, job_id: str) -> bool:
-        """Forget a record; whether there was one."""
+        """Forget a record, and its key; whether there was one."""
         ...
 
     def sweep(self, now: float) -> builtins.list[JobRecord]:
         """Forget what expired before ``now``, and say what that was."""
         ...
 
-
-class MemoryJobStore:
-    """Records in this process. Of finished ones, the oldest go first beyond ``max_records``."""
-
-    def __init__(self, max_records: int = 10_000) -> None:
-        self.max_records = max_records
-        self._records: dict[str, JobRecord] = {}
-        self._lock = threading.Lock()
-
-    def add(self, record: JobRecord) -> None:
-        """Keep a new record."""
-        with self._lock:
-            self._records[record.id] = record
-            if len(self._records) > self.max_records:
-                oldest = next((r for r in self._records.values() if r.final), None)
-                if oldest is not None:
-                    del self._records[oldest.id]
-
-    def get(self, job_id: str) -> JobRecord | None:
-        """The record of an id."""
-        with self._lock:
-            return self._records.get(job_id)
-
-    def list(
-        self,
-        *,
-        kind: str | None = None,
-        limit: int = 100,
-        newest_first: bool = True,
-        after: str | None = None,
+    def claim(
+        self, owner: str, model: str, now: float, lease_until: float, limit: int
     ) -> builtins.list[JobRecord]:
-        """Records by age."""
-        with self._lock:
-            records = list(self._records.values())  # as they came
-        if newest_first:
-            records.reverse()
-        if after is not None:
-            places = [index for index, record in enumerate(records) if record.id == after]
-            records = records[places[0] + 1 :] if places else []
-        return [record for record in records if kind in (None, record.kind)][:limit]
+        """Take over unfinished work that nobody has, oldest first; each goes to one server only.
 
-    def update(self, job_id: str, **changes: Any) -> JobRecord | None:
-        """Change fields of a record that is not final."""
-        with self._lock:
-            record = self._records.get(job_id)
-            if record is None or record.final:
-                return None
-            record = dataclasses.replace(record, **changes)
-            self._records[job_id] = record
-            return record
+        That is what has no owner, or one whose lease is over; what was this owner's own stays so.
+        """
+        ...
 
-    def delete(self, job_id: str) -> bool:
-        """Forget a record."""
-        with self._lock:
-            return self._records.pop(job_id, None) is not None
-
-    def sweep(self, now: float) -> builtins.list[JobRecord]:
-        """Forget what expired."""
-        with self._lock:
-            gone = [
-                record
-                for record in self._records.values()
-                if record.expires_at is not None and record.expires_at <= now
-            ]
-            for record in gone:
-                del self._records[record.id]
-            return gone
-
-    def __len__(self) -> int:
-        with self._lock:
-            return len(self._records)
+    def renew(self, owner: str, lease_until: float) -> builtins.list[JobRecord]:
+        """Say that a server is still there; its unfinished records, as they are now."""
+        ...

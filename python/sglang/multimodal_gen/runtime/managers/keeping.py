@@ -17,7 +17,12 @@ from sglang.multimodal_gen.configs.task_type import DataType
 from sglang.multimodal_gen.runtime.managers.file_store import FileStore
 from sglang.multimodal_gen.runtime.managers.finished import Finished, FinishedImage, FinishedVideo
 from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest, UserError
-from sglang.multimodal_gen.runtime.utils.image_file import FORMATS, ImageMetadata, encode_image
+from sglang.multimodal_gen.runtime.utils.image_file import (
+    DEFAULT_QUALITY,
+    FORMATS,
+    ImageMetadata,
+    encode_image,
+)
 from sglang.multimodal_gen.runtime.utils.video_file import (
     MEDIA_TYPES,
     VIDEO_FORMATS,
@@ -34,6 +39,8 @@ KeepFormat = ImageFormat | VideoFormat
 THUMBNAIL_EDGE = 320
 _THUMBNAIL_QUALITY = 80
 _MOST_WAITING = 4
+UNTIL_FINISHED = 366 * 86400.0
+"""Seconds that files of unfinished work are kept at most; its end sets the true time."""
 
 
 def check_keep_format(format: str, makes: DataType, fps: int | None) -> None:
@@ -71,22 +78,27 @@ class ResultKeeper:
         self.clock = clock
 
     def keep(
-        self, outputs: Sequence[Finished], format: str, settings: Mapping[str, Any]
+        self,
+        outputs: Sequence[Finished],
+        format: str,
+        settings: Mapping[str, Any],
+        quality: int | None = None,
     ) -> tuple[dict[str, Any], ...]:
         """Store all outputs; what a job's record says about each.
 
-        That is ``seed``, ``file_id``, ``content_type``, ``bytes``, ``expires_at``, ``width``,
-        ``height``, and for clips ``num_frames``, ``fps`` and ``thumbnail_id``.
+        That is ``seed``, ``file_id``, ``content_type``, ``bytes``, ``width``, ``height``, and for
+        clips ``num_frames``, ``fps`` and ``thumbnail_id``. The files stay until the job's end says
+        how long (`keep_until`). ``quality`` is that of JPEG and WebP pictures.
 
         Raises:
             OutputError: one cannot be written; then none is kept.
         """
-        expires = self.clock() + self.file_ttl
+        expires = self.clock() + UNTIL_FINISHED
         kept: list[dict[str, Any]] = []
         try:
             for output in outputs:
-                kept.append({"seed": output.seed, "expires_at": expires})
-                self._keep_one(output, format, settings, kept[-1])
+                kept.append({"seed": output.seed})
+                self._keep_one(output, format, settings, quality, expires, kept[-1])
         except BaseException:
             self.discard(kept)
             raise
@@ -94,18 +106,30 @@ class ResultKeeper:
 
     def discard(self, results: Sequence[Mapping[str, Any]]) -> None:
         """Remove the files that a record's results name."""
-        for result in results:
-            for name in ("file_id", "thumbnail_id"):
-                if name in result:
-                    self.files.delete(result[name])
+        for file_id in file_ids(results):
+            self.files.delete(file_id)
+
+    def keep_until(self, results: Sequence[Mapping[str, Any]], expires_at: float) -> None:
+        """Say how long the files of results are kept."""
+        self.files.keep_until(file_ids(results), expires_at)
 
     def _keep_one(
-        self, output: Finished, format: str, settings: Mapping[str, Any], entry: dict[str, Any]
+        self,
+        output: Finished,
+        format: str,
+        settings: Mapping[str, Any],
+        quality: int | None,
+        expires: float,
+        entry: dict[str, Any],
     ) -> None:
         about = ImageMetadata(output.prompt, output.seed, self.model, settings)
-        expires = entry["expires_at"]
         if isinstance(output, FinishedImage):
-            data = encode_image(output.array, FORMATS[f".{format}"], metadata=about)
+            data = encode_image(
+                output.array,
+                FORMATS[f".{format}"],
+                quality=DEFAULT_QUALITY if quality is None else max(1, quality),
+                metadata=about,
+            )
             media_type = f"image/{format}"
             height, width = output.array.shape[:2]
         else:
@@ -145,13 +169,26 @@ class KeepingLine:
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: dict[str, Callable[[], object]] = {}
+        self._heavy: set[str] = set()
         self._changed = threading.Condition()
 
-    def run(self, job_id: str, work: Callable[[], object], give_up: Callable[[], object]) -> None:
-        """Have ``work`` done. `cancel` calls ``give_up``, once, if it is not done by then."""
+    def run(
+        self,
+        job_id: str,
+        work: Callable[[], object],
+        give_up: Callable[[], object],
+        *,
+        holds_pixels: bool = True,
+    ) -> None:
+        """Have ``work`` done. `cancel` calls ``give_up``, once, if it is not done by then.
+
+        What ``holds_pixels`` counts towards the bound, and waits where it is reached.
+        """
         with self._changed:
-            crowded = len(self._jobs) >= _MOST_WAITING
+            crowded = holds_pixels and len(self._heavy & self._jobs.keys()) >= _MOST_WAITING
             self._jobs[job_id] = give_up
+            if holds_pixels:
+                self._heavy.add(job_id)
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="keeping")
             future = self._thread.submit(self._do, job_id, work)
@@ -188,7 +225,14 @@ class KeepingLine:
         finally:
             with self._changed:
                 self._jobs.pop(job_id, None)
+                self._heavy.discard(job_id)
                 self._changed.notify_all()
+
+
+def file_ids(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The ids of the files that results name."""
+    names = ("file_id", "thumbnail_id")
+    return [result[name] for result in results for name in names if result.get(name)]
 
 
 def require_files(keeper: ResultKeeper | None) -> ResultKeeper:

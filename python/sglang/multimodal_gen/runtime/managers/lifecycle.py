@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from sglang.multimodal_gen.runtime.managers.dispatcher import Dispatcher
+from sglang.multimodal_gen.runtime.managers.job_keeper import JobKeeper
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.managers.runner import Runner
 from sglang.multimodal_gen.runtime.managers.service import GenerationService
@@ -44,6 +45,7 @@ class Lifecycle:
         self._on_failure = on_failure
         self._service: GenerationService | None = None
         self._dispatcher: Dispatcher | None = None
+        self._keeper: JobKeeper | None = None
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._load, name="loading", daemon=True)
 
@@ -97,6 +99,8 @@ class Lifecycle:
         done = True if self._dispatcher is None else self._dispatcher.stop(grace_seconds)
         if self._service is not None:
             done = self._service.keeping.close(grace_seconds) and done
+        if self._keeper is not None:
+            self._keeper.close()
         self.phase = "failed" if self.error else "stopped"
         return done
 
@@ -120,6 +124,8 @@ class Lifecycle:
             self._service = service
             self._dispatcher = Dispatcher(service.scheduler)
             self._dispatcher.start()
+            self._keeper = JobKeeper(service)
+            self._keeper.start()  # what was interrupted comes before what is new
             self.phase = "ready"
         self._on_ready(service.served_name)
 

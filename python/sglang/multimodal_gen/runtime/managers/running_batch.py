@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from sglang.multimodal_gen.runtime.managers.batch_merging import Rows
+from sglang.multimodal_gen.runtime.managers.checkpoint_rule import CheckpointRule
 from sglang.multimodal_gen.runtime.managers.waiting_line import Ticket
+from sglang.multimodal_gen.runtime.pipelines_core.loop_state import LoopState
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.utils.progress import Preview, ProgressEvent
 
@@ -55,3 +58,39 @@ class RunningBatch:
                 image = before + preview.image - member.rows.start
                 shown = Preview(image, preview.step, preview.total, preview.pixels)
                 member.ticket.watcher.previewed(shown)
+
+
+@dataclass(eq=False, slots=True)
+class BatchCheckpoints:
+    """Deals the states of a running batch out to its members (a `loop_state.CheckpointSink`)."""
+
+    rule: CheckpointRule
+    clock: Callable[[], float]
+    members: list[Member] = field(default_factory=list)
+    last_step: int = 0
+    last_time: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.last_time = self.clock()
+
+    def due(self, step: int, total: int) -> bool:
+        """Whether somebody wants a state, and the last one is old enough."""
+        seconds = self.clock() - self.last_time
+        return bool(self._interested) and self.rule.due(step - self.last_step, seconds)
+
+    def save(self, state: LoopState) -> None:
+        """Each member gets its own images' part."""
+        self.last_step, self.last_time = state.step, self.clock()
+        for member in self._interested:
+            own = state.rows(member.rows.start, member.rows.stop)
+            member.ticket.watcher.checkpointed(member.part, own)
+
+    def resumed(self, step: int) -> None:
+        """The loop began after some steps."""
+        self.last_step = step
+        for member in self.members:
+            member.ticket.watcher.resumed(member.part, step)
+
+    @property
+    def _interested(self) -> list[Member]:
+        return [m for m in self.members if not m.ticket.ended and m.ticket.watcher.keeps_states]

@@ -16,9 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.multimodal_gen.runtime.managers.batch_merging import join, part_of
+from sglang.multimodal_gen.runtime.managers.checkpoint_rule import CheckpointRule
 from sglang.multimodal_gen.runtime.managers.cost_model import CostModel
 from sglang.multimodal_gen.runtime.managers.runner import Restartable, Runner
-from sglang.multimodal_gen.runtime.managers.running_batch import Member, RunningBatch
+from sglang.multimodal_gen.runtime.managers.running_batch import (
+    BatchCheckpoints,
+    Member,
+    RunningBatch,
+)
 from sglang.multimodal_gen.runtime.managers.waiting_line import Ticket, WaitingLine, Watcher
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import (
     OutputBatch,
@@ -51,6 +56,8 @@ class SchedulingLimits:
     """Seconds that a batch with room waits for company."""
     together: bool = True
     """Whether requests may share a batch."""
+    checkpoints: CheckpointRule = CheckpointRule()
+    """When the states of running batches are handed to those who keep them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +112,14 @@ class Scheduler:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        waited: float = 0.0,
+        first_part: int = 0,
     ) -> None:
         """Take a request, whose admitted ``parts`` have no control of their own in force.
 
-        ``timeout`` is the seconds from now after which it ends with `DeadlineExceeded`.
+        ``timeout`` is the seconds from now after which it ends with `DeadlineExceeded`. One that
+        comes back after an interruption has ``waited`` seconds already, and those of its parts
+        before ``first_part`` are made.
 
         Raises:
             QueueFull: as many wait as may.
@@ -129,7 +140,8 @@ class Scheduler:
                 number=self._number,
                 parts=list(parts),
                 watcher=watcher,
-                arrived=now,
+                arrived=now - waited,
+                position=first_part,
                 priority=priority,
                 deadline=None if timeout is None else now + timeout,
             )
@@ -188,6 +200,12 @@ class Scheduler:
                 problem=self._problem,
                 busy_for=None if running is None else self.clock() - running.heard,
             )
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether `submit` is open, room in the line aside."""
+        with self._changed:
+            return self._closed is None and self._problem is None
 
     # Stopping.
 
@@ -288,9 +306,11 @@ class Scheduler:
                 if ticket.position == len(ticket.parts):
                     self._line.remove(ticket)
         parts = [ticket.parts[part] for ticket, part in chosen]
-        control = RequestControl(self._heard, preview_listener=self._previewed)
+        states = BatchCheckpoints(self.limits.checkpoints, self.clock)
+        control = RequestControl(self._heard, preview_listener=self._previewed, checkpoints=states)
         batch, rows = join(parts, control)
         members = [Member(t, part, r) for (t, part), r in zip(chosen, rows, strict=True)]
+        states.members = members
         self._running = RunningBatch(batch, members, self.clock())
         self._batches += 1
         return self._running

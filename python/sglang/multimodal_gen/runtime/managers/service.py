@@ -6,42 +6,52 @@ admission on is here, the same for every kind of work.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
-from sglang.multimodal_gen.configs.task_type import DataType
-from sglang.multimodal_gen.runtime.managers.client_error import PATH_SETTINGS, client_error
+from sglang.multimodal_gen.runtime.managers.client_error import PATH_SETTINGS
 from sglang.multimodal_gen.runtime.managers.file_store import FileStore
-from sglang.multimodal_gen.runtime.managers.finished import (
-    Finished,
-    FinishedImage,
-    FinishedVideo,
-    finished_of,
-    settings_of,
+from sglang.multimodal_gen.runtime.managers.followed_record import FollowedRecord
+from sglang.multimodal_gen.runtime.managers.job_progress import (
+    FinishedJob,
+    JobPlaces,
+    JobProgress,
+    Keep,
 )
 from sglang.multimodal_gen.runtime.managers.jobs import JobRecord, JobStore
 from sglang.multimodal_gen.runtime.managers.keeping import (
+    UNTIL_FINISHED,
     KeepingLine,
     ResultKeeper,
     check_keep_format,
     require_files,
 )
+from sglang.multimodal_gen.runtime.managers.kept_inputs import (
+    drop_files,
+    fetched_inputs,
+    files_of,
+    input_ids,
+    keep_inputs,
+)
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.managers.runner import AdapterHost, Checkable
 from sglang.multimodal_gen.runtime.managers.scheduler import Scheduler
+from sglang.multimodal_gen.runtime.managers.storage.checkpoints import CheckpointStore
 from sglang.multimodal_gen.runtime.managers.waiting_line import MAX_PRIORITY
-from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
+from sglang.multimodal_gen.runtime.managers.work_order import WorkOrder, order_of, rerun_of
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.utils.errors import (
-    Cancelled,
     DiffusionError,
-    InternalError,
     InvalidRequest,
+    StoreUnavailable,
     Unavailable,
     UserError,
 )
@@ -49,181 +59,17 @@ from sglang.multimodal_gen.runtime.utils.progress import Preview
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkOrder:
-    """What a client asks for: sampling settings by name, and how they are to be served.
-
-    ``keep`` is the format (``mp4``, ``png``, ...) in which outputs are stored before the job's
-    record says completed; None hands them to whoever waits for the job.
-    """
-
-    kind: str
-    settings: Mapping[str, Any]
-    data_type: DataType
-    priority: int = 0
-    timeout: float | None = None
-    previews: int = 0
-    keep: str | None = None
-    warnings: Sequence[str] = ()
-    """What the door has to say about it already."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FinishedJob:
-    """What a job made, and what it took. ``queue_seconds`` is the wait for its first batch.
-
-    Of outputs that were kept, ``results`` say where they are, and ``images`` and ``videos`` are
-    empty.
-    """
-
-    id: str
-    images: Sequence[FinishedImage]
-    videos: Sequence[FinishedVideo]
-    results: Sequence[Mapping[str, Any]]
-    settings: Mapping[str, Any]
-    warnings: Sequence[str]
-    queue_seconds: float
-    run_seconds: float
-    timings: Mapping[str, float]
-    peak_memory_mb: float
-
-
 @dataclass(eq=False, slots=True)
 class Job:
     """A job under way. ``result`` ends with a `FinishedJob` or with the `DiffusionError`.
 
-    ``record`` is as it was when the job was put in line.
+    ``record`` is as it was when the job was put in line, or found.
     """
 
     id: str
     result: Future[FinishedJob]
     cancel: Callable[[], bool]
     record: JobRecord
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Keep:
-    """How a job's outputs are kept."""
-
-    format: str
-    keeper: ResultKeeper
-    line: KeepingLine
-
-
-@dataclass(eq=False, slots=True)
-class _Progress:
-    """Keeps a job's record true while the scheduler works on it (a `waiting_line.Watcher`)."""
-
-    record: JobRecord
-    params: SamplingParams
-    store: JobStore
-    keep_seconds: float
-    clock: Callable[[], float]
-    on_preview: Callable[[Preview], None] | None
-    keep: _Keep | None = None
-    result: Future[FinishedJob] = field(default_factory=Future)
-    outputs: list[Finished] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    timings: dict[str, float] = field(default_factory=dict)
-    peak_memory_mb: float = 0.0
-    started_at: float | None = None
-    percent: int = 0
-    ending: threading.Lock = field(default_factory=threading.Lock)
-
-    def started(self) -> None:
-        self.started_at = self.clock()
-        self.store.update(self.record.id, status="in_progress", started_at=self.started_at)
-
-    def progressed(self, fraction: float) -> None:
-        percent = min(99, int(100 * fraction))
-        if percent > self.percent:
-            self.percent = percent
-            self.store.update(self.record.id, progress=percent)
-
-    def previewed(self, preview: Preview) -> None:
-        if self.on_preview is not None:
-            self.on_preview(preview)
-
-    def made(self, output: OutputBatch) -> None:
-        self.outputs += finished_of(output)
-        self.warnings += [text for text in output.warnings if text not in self.warnings]
-        for stage, seconds in output.timings.items():
-            self.timings[stage] = self.timings.get(stage, 0.0) + seconds
-        self.peak_memory_mb = max(self.peak_memory_mb, output.peak_memory_mb)
-
-    def ended(self, error: DiffusionError | None) -> None:
-        if error is None and self.keep is not None:
-            cancelled = Cancelled("cancelled while its result was stored")
-            self.keep.line.run(self.record.id, self._store, lambda: self._finish(cancelled))
-        else:
-            self._finish(error)
-
-    def _store(self) -> None:
-        """Encode and store the outputs, and then call the job completed."""
-        keep, outputs = self.keep, self.outputs
-        assert keep is not None
-        self.outputs = []
-        try:
-            results = keep.keeper.keep(outputs, keep.format, self._client_settings())
-        except DiffusionError as error:
-            self._finish(error)
-        except BaseException as error:
-            self._finish(InternalError(f"{type(error).__name__} while storing: {error}"))
-            raise
-        else:
-            if not self._finish(None, results):
-                keep.keeper.discard(results)  # cancelled or deleted in the meantime
-
-    def _finish(
-        self, error: DiffusionError | None, kept: Sequence[Mapping[str, Any]] | None = None
-    ) -> bool:
-        """Write the record's end, and tell who waits; whether it was there to be ended."""
-        now = self.clock()
-        keep_seconds = self.keep_seconds
-        if self.keep is not None:  # a record outlives its files: clients can be told that they went
-            keep_seconds = max(keep_seconds, self.keep.keeper.file_ttl)
-        final: dict[str, Any] = {
-            "completed_at": now,
-            "expires_at": now + keep_seconds,
-            "warnings": tuple(self.warnings),
-        }
-        if error is None:
-            if kept is None:
-                kept = tuple({"seed": output.seed} for output in self.outputs)
-            final |= {"status": "completed", "progress": 100, "results": kept}
-        elif isinstance(error, Cancelled):
-            final |= {"status": "cancelled"}
-        else:
-            final |= {"status": "failed", "error": client_error(error).as_object()}
-        with self.ending:
-            if self.result.done():
-                return False
-            written = self.store.update(self.record.id, **final) is not None
-            if self.keep is not None and not written:
-                error = error or Cancelled("deleted while its result was stored")
-            if error is not None:
-                self.result.set_exception(error)
-            else:
-                self.result.set_result(self._finished(now, kept or ()))
-            return written
-
-    def _client_settings(self) -> dict[str, Any]:
-        return {k: v for k, v in settings_of(self.params).items() if k not in PATH_SETTINGS}
-
-    def _finished(self, now: float, results: Sequence[Mapping[str, Any]]) -> FinishedJob:
-        began = now if self.started_at is None else self.started_at
-        return FinishedJob(
-            id=self.record.id,
-            images=tuple(o for o in self.outputs if isinstance(o, FinishedImage)),
-            videos=tuple(o for o in self.outputs if isinstance(o, FinishedVideo)),
-            results=results,
-            settings=self._client_settings(),
-            warnings=tuple(self.warnings),
-            queue_seconds=began - self.record.created_at,
-            run_seconds=now - began,
-            timings=self.timings,
-            peak_memory_mb=self.peak_memory_mb,
-        )
 
 
 class GenerationService:
@@ -245,6 +91,9 @@ class GenerationService:
         clock: Callable[[], float] = time.time,
         files: FileStore | None = None,
         file_ttl: float = 3600.0,
+        checkpoints: CheckpointStore | None = None,
+        owner: str | None = None,
+        lease_seconds: float = 15.0,
     ) -> None:
         self.model = model
         self.scheduler = scheduler
@@ -254,6 +103,7 @@ class GenerationService:
         self.default_timeout = default_timeout
         self.notes = tuple(notes)
         self.clock = clock
+        self.files = files
         self.keeper = (
             None
             if files is None
@@ -261,59 +111,134 @@ class GenerationService:
         )
         """Stores the outputs of orders that want it; None where no files are kept."""
         self.keeping = KeepingLine()
+        self.checkpoints = checkpoints
+        self.owner = uuid.uuid4().hex if owner is None else owner
+        self.lease_seconds = lease_seconds
+        self.places = JobPlaces(jobs, self.owner, clock, job_ttl, checkpoints, self._forget)
+        self._live: dict[str, JobProgress] = {}
+        self._lock = threading.Lock()
         self.adapters: dict[str, Any] = self._adapter_status()
+
+    @property
+    def live(self) -> dict[str, JobProgress]:
+        """The jobs that this server is at, by id."""
+        with self._lock:
+            return dict(self._live)
 
     def submit(
         self, order: WorkOrder, *, on_preview: Callable[[Preview], None] | None = None
     ) -> Job:
-        """Check an order, and put it in line.
+        """Check an order, and put it in line; or find the job that came before under its key.
 
-        ``on_preview`` is called from the thread that runs batches, and must not block.
+        ``on_preview`` is called from the thread that runs batches, and must not block. This may
+        write to a disk: it is not for an event loop.
 
         Raises:
             InvalidRequest: a setting is unknown or does not fit the model.
             UserError: the outputs are to be kept, which cannot be done here.
+            KeyReused: the order's key came before with another request.
+            OutputError: an input cannot be stored.
             QueueFull, Unavailable: not now.
         """
+        parts = self.admitted(order)
+        job_id = uuid.uuid4().hex
+        now = self.clock()
+        timeout = self.default_timeout if order.timeout is None else order.timeout
+        seeds = [seed for part in parts for seed in part.seeds]
+        record = JobRecord(
+            id=job_id,
+            kind=order.kind,
+            model=self.served_name,
+            created_at=now,
+            priority=order.priority,
+            settings={k: v for k, v in order.settings.items() if k not in PATH_SETTINGS},
+            rerun=rerun_of(order, seeds) if order.durable else None,
+            inputs=self._keep_inputs(order, now),
+            deadline=None if timeout is None else now + timeout,
+            owner=self.owner,
+            lease_until=now + self.lease_seconds,
+            attempts=1,
+            webhook=order.webhook,
+            warnings=(*order.warnings, *parts[0].warnings),
+        )
+        watcher = self._watch(record, order, parts, on_preview)
+        with self._lock:
+            self._live[job_id] = watcher
+        try:
+            known = self.jobs.add(record, order.key)  # before it can finish
+            if known.id != job_id:
+                self._withdraw(record)
+                return self.attach(known)
+            self.scheduler.submit(job_id, parts, watcher, priority=order.priority, timeout=timeout)
+        except DiffusionError:
+            self._withdraw(record)
+            raise
+        return Job(job_id, watcher.result, lambda: self.cancel(job_id), record)
+
+    def admitted(self, order: WorkOrder) -> list[Req]:
+        """The batches of an order; raises as `submit`."""
         params = self.model.sampling_params(order.settings)
         self._check_adapters(params)
         if not -MAX_PRIORITY <= order.priority <= MAX_PRIORITY:
             problem = f"must lie in -{MAX_PRIORITY}..{MAX_PRIORITY}"
             raise InvalidRequest("priority", order.priority, problem)
         parts = self.model.admit(params, data_type=order.data_type, previews=order.previews)
-        keep = None
         if order.keep is not None:
+            require_files(self.keeper)
             check_keep_format(order.keep, parts[0].data_type, parts[0].fps)
-            keep = _Keep(order.keep, require_files(self.keeper), self.keeping)
-        job_id = uuid.uuid4().hex
-        for part in parts:
-            part.request_id = job_id
-        record = JobRecord(
-            id=job_id,
-            kind=order.kind,
-            model=self.served_name,
-            created_at=self.clock(),
-            priority=order.priority,
-            warnings=(*order.warnings, *parts[0].warnings),
-            settings={k: v for k, v in order.settings.items() if k not in PATH_SETTINGS},
-        )
-        watcher = _Progress(
-            record, parts[0].request, self.jobs, self.job_ttl, self.clock, on_preview, keep
-        )
-        watcher.warnings += order.warnings
-        watcher.result.set_running_or_notify_cancel()  # a waiter that gives up must not cancel it
-        self.jobs.add(record)  # before it can finish
-        timeout = self.default_timeout if order.timeout is None else order.timeout
-        try:
-            self.scheduler.submit(job_id, parts, watcher, priority=order.priority, timeout=timeout)
-        except DiffusionError:
-            self.jobs.delete(job_id)
-            raise
-        return Job(job_id, watcher.result, lambda: self.cancel(job_id), record)
+        return parts
+
+    def resume(self, record: JobRecord) -> None:
+        """Go on with a job that was claimed for this server after an interruption.
+
+        Raises:
+            DiffusionError: it cannot be run here.
+        """
+        assert record.rerun is not None
+        with fetched_inputs(self.files, record.inputs) as (paths, folder):
+            order = order_of(record, paths)
+            parts = self.admitted(order)
+            watcher = self._watch(record, order, parts, None, folder)
+            first = watcher.take_up(record.results, parts)
+            if first < len(parts) and self.checkpoints is not None:
+                parts[first].resume_from = self.checkpoints.load(record.id, first)
+            with self._lock:
+                self._live[record.id] = watcher
+            now = self.clock()
+            if first == len(parts):
+                watcher.ended(None)
+                return
+            try:
+                self.scheduler.submit(
+                    record.id,
+                    parts,
+                    watcher,
+                    priority=record.priority,
+                    timeout=None if record.deadline is None else record.deadline - now,
+                    waited=max(0.0, now - record.created_at),
+                    first_part=first,
+                )
+            except DiffusionError:
+                self._forget(record.id)
+                raise
+
+    def attach(self, record: JobRecord) -> Job:
+        """A job that is known already: one of this server, of another, or one that has ended."""
+        watcher = self.live.get(record.id)
+        if watcher is not None:
+            return Job(record.id, watcher.result, lambda: False, record)
+        return Job(record.id, FollowedRecord(self.jobs, record).result, lambda: False, record)
 
     def cancel(self, job_id: str) -> bool:
-        """Stop a job, waiting, running or being stored; False where there is nothing to stop."""
-        return self.scheduler.cancel(job_id) or self.keeping.cancel(job_id)
+        """Stop a job, waiting, running or being stored; one of another server is stopped by that
+        one, soon. False where there is nothing to stop.
+        """
+        if self.scheduler.cancel(job_id) or self.keeping.cancel(job_id):
+            return True
+        if job_id in self.live:
+            return False  # it has just ended
+        record = self.jobs.update(job_id, cancel_requested=True)
+        return record is not None
 
     def delete(self, job_id: str) -> bool:
         """Stop a job if it is not done, and forget it and its files; whether there was one."""
@@ -321,9 +246,54 @@ class GenerationService:
         record = self.jobs.get(job_id)
         if record is None or not self.jobs.delete(job_id):
             return False
-        if self.keeper is not None:
-            self.keeper.discard(record.results)
+        drop_files(self.files, files_of(record))
         return True
+
+    def sweep(self, now: float) -> None:
+        """End what is overdue, and forget what has expired, records and files together."""
+        self.scheduler.sweep()
+        for record in self.jobs.sweep(now):
+            drop_files(self.files, files_of(record))
+        if self.files is not None:
+            self.files.sweep(now)
+
+    def _watch(
+        self,
+        record: JobRecord,
+        order: WorkOrder,
+        parts: Sequence[Req],
+        on_preview: Callable[[Preview], None] | None,
+        folder: Path | None = None,
+    ) -> JobProgress:
+        for part in parts:
+            part.request_id = record.id
+        keep = None
+        if order.keep is not None:
+            keeper = require_files(self.keeper)
+            keep = Keep(order.keep, order.keep_quality, keeper, self.keeping)
+        watcher = JobProgress(
+            record, parts[0].request, self.places, len(parts), on_preview, keep, folder
+        )
+        watcher.warnings += order.warnings
+        watcher.result.set_running_or_notify_cancel()  # a waiter that gives up must not cancel it
+        return watcher
+
+    def _keep_inputs(self, order: WorkOrder, now: float) -> dict[str, list[str]]:
+        if not order.durable or not PATH_SETTINGS & order.settings.keys():
+            return {}
+        files = require_files(self.keeper).files
+        return keep_inputs(files, order.settings, now + UNTIL_FINISHED)
+
+    def _withdraw(self, record: JobRecord) -> None:
+        """Forget a job that never was."""
+        self._forget(record.id)
+        with contextlib.suppress(StoreUnavailable):
+            self.jobs.delete(record.id)
+            drop_files(self.files, input_ids(record))
+
+    def _forget(self, job_id: str) -> None:
+        with self._lock:
+            self._live.pop(job_id, None)
 
     def check(self) -> None:
         """Ask the runner whether it answers. May take as long as it takes.

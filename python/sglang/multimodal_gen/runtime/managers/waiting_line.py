@@ -17,6 +17,7 @@ from typing import Protocol
 
 from sglang.multimodal_gen.runtime.managers.batch_merging import signature
 from sglang.multimodal_gen.runtime.managers.cost_model import CostModel
+from sglang.multimodal_gen.runtime.pipelines_core.loop_state import LoopState
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch, Req
 from sglang.multimodal_gen.runtime.utils.errors import DiffusionError
 from sglang.multimodal_gen.runtime.utils.progress import Preview
@@ -48,6 +49,19 @@ class Watcher(Protocol):
         """The next images of the request, in order."""
         ...
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether it wants `checkpointed` to be called."""
+        ...
+
+    def checkpointed(self, part: int, state: LoopState) -> None:
+        """Where the denoising of a part stands: its own copy."""
+        ...
+
+    def resumed(self, part: int, step: int) -> None:
+        """A part went on after ``step`` steps that were done before."""
+        ...
+
     def ended(self, error: DiffusionError | None) -> None:
         """Nothing more will come; ``error`` says why, if it was no success."""
         ...
@@ -71,7 +85,9 @@ class Ticket:
     signature: Hashable = field(default=None)
 
     def __post_init__(self) -> None:
-        self.signature = signature(self.parts[0])
+        # A loop that goes on is at a step of its own: nothing else can join it.
+        resumes = any(part.resume_from is not None for part in self.parts)
+        self.signature = object() if resumes else signature(self.parts[0])
 
     @property
     def images(self) -> int:

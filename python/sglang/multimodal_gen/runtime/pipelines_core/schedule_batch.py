@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
+    from sglang.multimodal_gen.runtime.pipelines_core.loop_state import CheckpointSink, LoopState
     from sglang.multimodal_gen.runtime.utils.video_file import InputVideo
 
 
@@ -36,6 +37,8 @@ class RequestControl:
     listener: ProgressListener | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
     preview_listener: PreviewListener | None = None
+    checkpoints: CheckpointSink | None = None
+    """Who keeps the denoising loop's states, where somebody does."""
 
     def report(self, phase: Phase, done: int, total: int, label: str) -> None:
         """Tell the caller how far a phase has come; stop here if asked to.
@@ -113,6 +116,8 @@ class Req:
     control: RequestControl = field(default_factory=RequestControl)
     previews: list[int] = field(default_factory=list)
     """How many previews of each image the caller wants; empty is none."""
+    resume_from: LoopState | None = field(default=None, repr=False)
+    """Where the denoising loop was when it was interrupted. Such a batch runs alone."""
 
     # Input images.
     generator: list[torch.Generator] = _by_a_stage()

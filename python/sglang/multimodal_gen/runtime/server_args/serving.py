@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sglang.multimodal_gen.runtime.server_args.flags import check_fields, flag
+from sglang.multimodal_gen.runtime.server_args.store_section import StoreArgs
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 
 WarmupMode = Literal["server", "off"]
@@ -116,10 +117,10 @@ class KeepArgs:
 
     file_store: str | None = flag(
         None,
-        help="Folder for the pictures that replies link to; by default one that is removed when "
-        "the server stops. 'off' keeps none: replies then carry their pictures.",
+        help="Folder or s3:// address for the pictures that replies link to and that jobs keep; by "
+        "default in --state-dir. 'off' keeps none: replies then carry their pictures.",
     )
-    file_ttl: float = flag(3600.0, help="Seconds that such a picture is kept.")
+    file_ttl: float = flag(3600.0, help="Seconds that such a picture, and its job, is kept.")
     job_ttl: float = flag(3600.0, help="Seconds that a finished job's record is kept.")
     lora_root: str | tuple[str, ...] = flag(
         default_factory=tuple,
@@ -145,6 +146,7 @@ class ServingArgs:
     queue: QueueArgs
     limits: LimitArgs
     keep: KeepArgs
+    store: StoreArgs
 
     @classmethod
     def from_flat(cls, **values: object) -> ServingArgs:
@@ -161,7 +163,13 @@ class ServingArgs:
         return cls(**parts)
 
 
-SECTIONS = {"http": HttpArgs, "queue": QueueArgs, "limits": LimitArgs, "keep": KeepArgs}
+SECTIONS = {
+    "http": HttpArgs,
+    "queue": QueueArgs,
+    "limits": LimitArgs,
+    "keep": KeepArgs,
+    "store": StoreArgs,
+}
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from sglang.multimodal_gen.runtime.utils.errors import UserError
 
@@ -83,5 +83,8 @@ EXTERNAL_MODEL_PACKAGE = Variable(
     _names,
     "Packages, comma separated, that register models of their own when they are imported.",
 )
-VARIABLES: tuple[Variable[tuple[str, ...]], ...] = (EXTERNAL_MODEL_PACKAGE,)
+WEBHOOK_SECRET = Variable(
+    "SGLANG_WEBHOOK_SECRET", str, "What webhooks are signed with, where --webhook-secret is not."
+)
+VARIABLES: tuple[Variable[Any], ...] = (EXTERNAL_MODEL_PACKAGE, WEBHOOK_SECRET)
 """Every variable that this project reads."""

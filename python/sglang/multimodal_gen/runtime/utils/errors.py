@@ -8,13 +8,16 @@
     │   ├── InvalidArgument        a server argument (flag) is wrong
     │   ├── ModelNotFound          a model path or name leads nowhere
     │   ├── OutOfMemory            the request does not fit into the device
-    │   └── OutputError            the output folder cannot be written
+    │   ├── OutputError            the output folder cannot be written
+    │   └── KeyReused              an idempotency key came with another request: HTTP 422
     ├── CheckpointError (ValueError)  a checkpoint is incomplete, damaged or of another shape
     ├── PipelineDefinitionError (TypeError)  a porter's pipeline, stage or registration is wrong
     ├── Cancelled                  the caller asked to stop; not a failure
     ├── DeadlineExceeded           the request's own time limit passed: HTTP 504
+    ├── FailedBefore               a job's failure as its record tells it
     ├── Unavailable                not now, perhaps later: HTTP 503
-    │   └── QueueFull              too much waits already: HTTP 429
+    │   ├── QueueFull              too much waits already: HTTP 429
+    │   └── StoreUnavailable       the jobs' database does not answer
     ├── CallbackFailed             the caller's progress callback raised; its error is the cause
     └── InternalError              our fault: exit code 1, HTTP 5xx
         ├── NonFiniteOutput        a component produced NaN or infinity
@@ -25,6 +28,9 @@ errors as one paragraph without a traceback; everything else is a bug and keeps 
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 
 class DiffusionError(Exception):
@@ -82,6 +88,14 @@ class DeadlineExceeded(DiffusionError):
     """The time that a request set for itself passed before it was done."""
 
 
+class FailedBefore(DiffusionError):
+    """A job that failed earlier, or on another server: what its record says of it."""
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        self.told = told
+        super().__init__(str(told.get("message")))
+
+
 class Unavailable(DiffusionError):
     """The server cannot take this now; ``retry_after`` is when to ask again, in seconds."""
 
@@ -92,6 +106,14 @@ class Unavailable(DiffusionError):
 
 class QueueFull(Unavailable):
     """As much waits as the operator allows."""
+
+
+class StoreUnavailable(Unavailable):
+    """The database of the jobs cannot be read or written now."""
+
+
+class KeyReused(UserError):
+    """An idempotency key that came before with another request: HTTP 422."""
 
 
 class CallbackFailed(DiffusionError):

@@ -22,6 +22,7 @@ _TITLES = {
     "queue": "how requests wait",
     "limits": "the most that one request may ask for",
     "keep": "what is kept, and for how long",
+    "store": "what survives the server",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -28,6 +29,9 @@ from sglang.multimodal_gen.runtime.entrypoints.http.errors import (
     add_error_handlers,
 )
 from sglang.multimodal_gen.runtime.entrypoints.http.openapi import without_validation_replies
+from sglang.multimodal_gen.runtime.utils.errors import StoreUnavailable
+
+logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.5
 _ROOMS = (images, videos, models, jobs, loras, files, health)
@@ -78,10 +82,10 @@ async def _sweep_for_ever(context: Context) -> None:
 
 def sweep(context: Context) -> None:
     """End what is overdue, and forget what has expired."""
-    now = time.time()
     service = context.lifecycle.opened
-    if service is not None:
-        service.scheduler.sweep()
-        service.jobs.sweep(now)
-    if context.files is not None:
-        context.files.sweep(now)
+    if service is None:
+        return
+    try:
+        service.sweep(time.time())
+    except StoreUnavailable as error:  # it is tried again in a moment
+        logger.warning("%s", error)

@@ -12,6 +12,8 @@ from sglang.multimodal_gen.runtime.managers.client_error import ClientError
 from sglang.multimodal_gen.runtime.managers.file_store import FileStore
 from sglang.multimodal_gen.runtime.managers.lifecycle import Lifecycle
 from sglang.multimodal_gen.runtime.managers.service import GenerationService
+from sglang.multimodal_gen.runtime.managers.url_policy import UrlPolicy, check_url
+from sglang.multimodal_gen.runtime.managers.webhooks import WebhookSender
 from sglang.multimodal_gen.runtime.server_args.serving import ServingArgs
 
 _ROUTES = {
@@ -22,11 +24,13 @@ _ROUTES = {
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Made once for an app; ``files`` is None where results are not kept."""
+    """Made once for an app; ``files`` is None where results are not kept, ``webhooks`` where none
+    are sent."""
 
     lifecycle: Lifecycle
     args: ServingArgs
     files: FileStore | None
+    webhooks: WebhookSender | None = None
 
     def service_for(self, model: str | None, makes: DataType | None = None) -> GenerationService:
         """The service, if it has the model that a request names, and that model ``makes`` it.
@@ -65,9 +69,30 @@ class Context:
             raise ApiError(ClientError(400, message, param="response_format", code="no_file_store"))
         return self.files
 
+    def webhook(self, url: str | None) -> str | None:
+        """A webhook that a request names, once it is known that it can be called.
+
+        Raises:
+            ApiError: this server sends none.
+            InvalidRequest: it may not be called.
+        """
+        if url is None:
+            return None
+        if self.webhooks is None:
+            message = "webhook_url: this server sends no webhooks: it has no --webhook-secret"
+            error = ClientError(400, message, param="webhook_url", code="no_webhooks")
+            raise ApiError(error)
+        check_url(url, webhook_policy(self.args))
+        return url
+
     def base_url(self, request: Request) -> str:
         """What a link in a reply begins with, without a slash at its end."""
         return (self.args.http.public_url or str(request.base_url)).rstrip("/")
+
+
+def webhook_policy(args: ServingArgs) -> UrlPolicy:
+    """Where webhooks may go."""
+    return UrlPolicy(field="webhook_url", allow_private=args.store.webhook_allow_private)
 
 
 def context_of(request: Request) -> Context:

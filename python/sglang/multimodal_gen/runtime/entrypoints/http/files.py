@@ -24,7 +24,7 @@ _FILE: dict[int | str, dict[str, Any]] = {
 async def get_file(request: Request, file_id: str) -> Response:
     """A picture, until it expires."""
     store = context_of(request).files
-    known = None if store is None else store.get(file_id)
+    known = None if store is None else await run_in_threadpool(store.get, file_id)
     if store is None or known is None or known.expires_at <= time.time():
         raise not_found("there is no such file, or it has expired")
     data = await run_in_threadpool(store.read, file_id)

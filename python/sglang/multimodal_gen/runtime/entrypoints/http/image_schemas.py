@@ -43,7 +43,7 @@ class GenerationSettings(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     not_sampling: ClassVar[frozenset[str]] = frozenset(
-        {"model", "size", "priority", "timeout", "user"}
+        {"model", "size", "priority", "timeout", "user", "webhook_url"}
     )
     """Fields that are the wire's own, not sampling settings."""
 
@@ -82,6 +82,9 @@ class GenerationSettings(BaseModel):
     )
     timeout: float | None = Field(
         None, description="Seconds after which to give up with 504.", gt=0, le=7 * 86400
+    )
+    webhook_url: str | None = Field(
+        None, description="Called when the job ends, signed; for servers that send webhooks."
     )
     user: str | None = Field(None, description="Taken for compatibility; not used.")
 

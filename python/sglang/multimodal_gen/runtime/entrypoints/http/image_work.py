@@ -8,7 +8,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,29 +16,36 @@ from typing import Any
 
 import numpy as np
 from fastapi import Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from sglang.multimodal_gen.configs.task_type import DataType
 from sglang.multimodal_gen.runtime.entrypoints.http.context import Context
-from sglang.multimodal_gen.runtime.entrypoints.http.errors import of_diffusion_error
+from sglang.multimodal_gen.runtime.entrypoints.http.errors import (
+    invalid,
+    not_found,
+    of_diffusion_error,
+)
 from sglang.multimodal_gen.runtime.entrypoints.http.image_schemas import (
     ImageData,
     ImageReply,
     ImageSettings,
 )
+from sglang.multimodal_gen.runtime.entrypoints.http.jobs import accepted
 from sglang.multimodal_gen.runtime.entrypoints.http.request_checks import (
     check_limits,
     in_the_clients_words,
 )
-from sglang.multimodal_gen.runtime.managers.finished import FinishedImage
-from sglang.multimodal_gen.runtime.managers.service import (
-    FinishedJob,
-    GenerationService,
-    Job,
-    WorkOrder,
+from sglang.multimodal_gen.runtime.entrypoints.http.request_headers import (
+    idempotency_key,
+    wants_no_wait,
 )
-from sglang.multimodal_gen.runtime.utils.errors import DiffusionError, InvalidRequest
+from sglang.multimodal_gen.runtime.managers.finished import FinishedImage
+from sglang.multimodal_gen.runtime.managers.job_progress import FinishedJob
+from sglang.multimodal_gen.runtime.managers.jobs import IdempotencyKey
+from sglang.multimodal_gen.runtime.managers.service import GenerationService, Job
+from sglang.multimodal_gen.runtime.managers.work_order import WorkOrder
+from sglang.multimodal_gen.runtime.utils.errors import Cancelled, DiffusionError, InvalidRequest
 from sglang.multimodal_gen.runtime.utils.image_file import (
     DEFAULT_QUALITY,
     FORMATS,
@@ -61,25 +68,41 @@ class ImageWork:
     images: list[Path] = field(default_factory=list)
     mask: Path | None = None
     cleanup: Callable[[], None] | None = None
+    key: IdempotencyKey | None = None
 
-    async def answer(self) -> ImageReply | StreamingResponse:
+    async def answer(self) -> ImageReply | Response:
         """Check, run, and answer; whoever goes away before the end stops the work.
+
+        A client that named its request, or prefers not to wait, can come back: its work goes on.
 
         Raises:
             ApiError, DiffusionError: before anything was sent.
         """
         if self.settings.stream:
-            return self._stream()
-        job = self._submit(None)
-        finished = await result_or_gone(job, self.request)
-        files = await run_in_threadpool(self._encode_all, finished)
-        return self._reply(finished, files)
+            return await self._stream()
+        await run_in_threadpool(self._find_key)
+        job = await run_in_threadpool(self._submit, None)
+        if wants_no_wait(self.request):
+            return await run_in_threadpool(accepted, self._service, job.id)
+        finished = await result_or_gone(job, self.request, stops=self.key is None)
+        return await run_in_threadpool(self._reply, finished)
+
+    def _find_key(self) -> None:
+        """What the client calls this request, and what it asks for under that name."""
+        if "idempotency-key" not in self.request.headers:
+            return
+        asked = self.settings.model_dump(exclude_none=True)
+        places = [*self.images, *([] if self.mask is None else [self.mask])]
+        files = (place.read_bytes() for place in places)
+        self.key = idempotency_key(self.request, asked, files)
 
     def _submit(self, on_preview: Callable[[Preview], None] | None) -> Job:
         settings = self.settings
         service = self.context.service_for(settings.model, DataType.IMAGE)
         settings.check_wire()
-        if settings.response_format == "url":
+        durable = self.key is not None or (wants_no_wait(self.request) and not settings.stream)
+        kept = durable or settings.response_format == "url"
+        if kept:
             self.context.file_store()
         try:
             check_limits(settings, self.context.args.limits)
@@ -90,6 +113,12 @@ class ImageWork:
                 priority=0 if settings.priority is None else settings.priority,
                 timeout=settings.timeout,
                 previews=settings.partial_images or 0,
+                keep=self._format if kept else None,
+                keep_quality=settings.output_compression,
+                durable=durable,
+                webhook=self.context.webhook(settings.webhook_url),
+                key=self.key,
+                warnings=settings.warnings(),
             )
             job = service.submit(order, on_preview=on_preview)
         except InvalidRequest as error:
@@ -127,9 +156,6 @@ class ImageWork:
             metadata=about,
         )
 
-    def _encode_all(self, finished: FinishedJob) -> list[bytes]:
-        return [self._encode_one(finished, image) for image in finished.images]
-
     def _encode_one(self, finished: FinishedJob, image: FinishedImage) -> bytes:
         name = self.context.lifecycle.opened.served_name  # type: ignore[union-attr]
         about = ImageMetadata(image.prompt, image.seed, name, finished.settings)
@@ -137,39 +163,56 @@ class ImageWork:
 
     # A whole reply.
 
-    def _reply(self, finished: FinishedJob, files: list[bytes]) -> ImageReply:
-        data = [
-            ImageData(seed=image.seed, **self._carried(finished.id, index, file))
-            for index, (image, file) in enumerate(zip(finished.images, files, strict=True))
-        ]
-        service = self.context.lifecycle.opened
-        assert service is not None
+    def _reply(self, finished: FinishedJob) -> ImageReply:
+        if self.key is None and self.settings.response_format != "url":
+            arrays = [image.array for image in finished.images]
+            files = [self._encode_one(finished, image) for image in finished.images]
+            data = [
+                ImageData(seed=image.seed, b64_json=_base64(file))
+                for image, file in zip(finished.images, files, strict=True)
+            ]
+            size = _size(arrays[0])
+        else:
+            data = [self._kept(result) for result in finished.results]
+            first = finished.results[0]
+            size = f"{first['width']}x{first['height']}"
         return ImageReply(
             id=finished.id,
             created=int(time.time()),
-            model=service.served_name,
+            model=self._service.served_name,
             data=data,
-            size=_size(finished.images[0].array),
+            size=size,
             output_format=self._format,  # type: ignore[arg-type]
-            warnings=[*self.settings.warnings(), *finished.warnings],
+            warnings=list(finished.warnings),
             seconds={
                 "queue": round(finished.queue_seconds, 4),
                 "run": round(finished.run_seconds, 4),
             },
         )
 
-    def _carried(self, job_id: str, index: int, file: bytes) -> dict[str, str]:
-        """The file itself, or a link to it."""
-        if self.settings.response_format != "url":
-            return {"b64_json": base64.b64encode(file).decode("ascii")}
-        store = self.context.file_store()
-        expires = time.time() + self.context.args.keep.file_ttl
-        kept = store.put(file, f"image/{self._format}", f".{self._format}", expires)
-        return {"url": f"{self.context.base_url(self.request)}/v1/files/{kept.id}"}
+    def _kept(self, result: Mapping[str, Any]) -> ImageData:
+        """A picture of the file store: a link to it, or itself."""
+        file_id = result["file_id"]
+        if self.settings.response_format == "url":
+            url = f"{self.context.base_url(self.request)}/v1/files/{file_id}"
+            return ImageData(seed=result["seed"], url=url)
+        file = self.context.file_store().read(file_id)
+        if file is None:
+            raise not_found("the picture of this request is not stored any more")
+        return ImageData(seed=result["seed"], b64_json=_base64(file))
+
+    @property
+    def _service(self) -> GenerationService:
+        service = self.context.lifecycle.opened
+        assert service is not None
+        return service
 
     # A stream.
 
-    def _stream(self) -> StreamingResponse:
+    async def _stream(self) -> StreamingResponse:
+        if "idempotency-key" in self.request.headers:
+            message = "Idempotency-Key: a stream cannot be sent twice; leave out one of them"
+            raise invalid("Idempotency-Key", message)
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Preview | None] = asyncio.Queue()
 
@@ -177,7 +220,7 @@ class ImageWork:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        job = self._submit(tell)
+        job = await run_in_threadpool(self._submit, tell)
         job.result.add_done_callback(lambda _: tell(None))
         headers = {"cache-control": "no-store", "x-accel-buffering": "no", "x-job-id": job.id}
         body = self._events(job, events)
@@ -231,7 +274,6 @@ class ImageWork:
             told = of_diffusion_error(error)
             yield f"event: error\ndata: {json.dumps({'error': told.as_object()})}\n\n"
             return
-        warnings = [*self.settings.warnings(), *finished.warnings]
         for index, image in enumerate(finished.images):
             file = await run_in_threadpool(self._encode_one, finished, image)
             yield self._event(
@@ -240,7 +282,7 @@ class ImageWork:
                 file,
                 image_index=index,
                 seed=image.seed,
-                warnings=warnings,
+                warnings=list(finished.warnings),
                 id=finished.id,
             )
 
@@ -248,7 +290,7 @@ class ImageWork:
         kind = f"{self.kind}.{name}"
         data = {
             "type": kind,
-            "b64_json": base64.b64encode(file).decode("ascii"),
+            "b64_json": _base64(file),
             "created_at": int(time.time()),
             "size": _size(array),
             "background": "opaque",
@@ -258,19 +300,23 @@ class ImageWork:
         return f"event: {kind}\ndata: {json.dumps(data)}\n\n"
 
 
-async def result_or_gone(job: Job, request: Request) -> FinishedJob:
-    """What a job made. If the client goes away, or this task is cancelled, the job is stopped.
+async def result_or_gone(job: Job, request: Request, *, stops: bool = True) -> FinishedJob:
+    """What a job made. If the client goes away, or this task is cancelled, the job is stopped,
+    unless ``stops`` is False.
 
     Raises:
         DiffusionError: the job failed or was stopped.
     """
-    done: Awaitable[FinishedJob] = asyncio.wrap_future(job.result)
+    done: asyncio.Future[FinishedJob] = asyncio.wrap_future(job.result)
     gone = asyncio.ensure_future(disconnected(request))
     try:
         await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         gone.cancel()
-        job.cancel()  # does nothing to a job that ended
+        if stops:
+            await run_in_threadpool(job.cancel)  # does nothing to a job that ended
+    if not done.done():
+        raise Cancelled("the client has gone")
     return await done
 
 
@@ -278,6 +324,10 @@ async def disconnected(request: Request) -> None:
     """Return when the client has gone; for requests whose body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _base64(file: bytes) -> str:
+    return base64.b64encode(file).decode("ascii")
 
 
 def _size(array: np.ndarray) -> str:

@@ -15,7 +15,9 @@ from sglang.multimodal_gen.runtime.entrypoints.http.image_schemas import (
 )
 from sglang.multimodal_gen.runtime.entrypoints.http.image_upload import FormShape, read_upload
 from sglang.multimodal_gen.runtime.entrypoints.http.image_work import ImageWork
+from sglang.multimodal_gen.runtime.entrypoints.http.jobs import JobReply
 from sglang.multimodal_gen.runtime.entrypoints.http.openapi import error_replies
+from sglang.multimodal_gen.runtime.entrypoints.http.request_headers import PARAMETERS
 
 router = APIRouter(prefix="/v1/images", tags=["images"])
 
@@ -23,6 +25,9 @@ FORM = FormShape(
     ImageSettings, images=("image", "image[]", "url", "url[]"), required=True, mask="mask"
 )
 
+_ACCEPTED: dict[int | str, dict[str, Any]] = {
+    202: {"description": "With `Prefer: respond-async`: the job.", "model": JobReply}
+}
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The pictures; with `stream`, server-sent events instead: "
@@ -68,7 +73,8 @@ def _edit_body() -> dict[str, Any]:
     "/generations",
     response_model=ImageReply,
     response_model_exclude_none=True,
-    responses=_STREAM | error_replies(400, 404, 409, 413, 429, 500, 503, 504, 507),
+    responses=_STREAM | _ACCEPTED | error_replies(400, 404, 409, 413, 422, 429, 500, 503, 504, 507),
+    openapi_extra={"parameters": PARAMETERS},
 )
 async def generate(request: Request, body: ImageGeneration) -> Any:
     """Make pictures from a text."""
@@ -79,8 +85,10 @@ async def generate(request: Request, body: ImageGeneration) -> Any:
     "/edits",
     response_model=ImageReply,
     response_model_exclude_none=True,
-    responses=_STREAM | error_replies(400, 404, 409, 413, 415, 429, 500, 503, 504, 507),
-    openapi_extra=_edit_body(),
+    responses=_STREAM
+    | _ACCEPTED
+    | error_replies(400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507),
+    openapi_extra=_edit_body() | {"parameters": PARAMETERS},
 )
 async def edit(request: Request) -> Any:
     """Make pictures from a text and pictures, for models that take them."""

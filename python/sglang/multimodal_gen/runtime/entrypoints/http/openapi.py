@@ -13,6 +13,11 @@ _MEANING = {
     409: ("The request was cancelled.", "invalid_request_error", "cancelled"),
     413: ("The body is too large.", "invalid_request_error", "too_large"),
     415: ("Another content type is needed.", "invalid_request_error", "unsupported_media"),
+    422: (
+        "The idempotency key came before with another request.",
+        "invalid_request_error",
+        "idempotency_key_reused",
+    ),
     429: ("As much waits as may; see the Retry-After header.", "rate_limit_error", "queue_full"),
     500: ("The server failed; its log says why.", "server_error", "internal_error"),
     503: ("Not ready, or stopping; see the Retry-After header.", "server_error", "unavailable"),
@@ -74,7 +79,13 @@ def without_validation_replies(schema: dict[str, Any]) -> dict[str, Any]:
     """FastAPI's own 422 taken out of a schema: such faults are 400 here, in the common shape."""
     for item in schema["paths"].values():
         for route in item.values():
-            route["responses"].pop("422", None)
+            if _is_validation(route["responses"].get("422", {})):
+                del route["responses"]["422"]
     for name in ("HTTPValidationError", "ValidationError"):
         schema.get("components", {}).get("schemas", {}).pop(name, None)
     return schema
+
+
+def _is_validation(reply: dict[str, Any]) -> bool:
+    schema = reply.get("content", {}).get("application/json", {}).get("schema", {})
+    return str(schema.get("$ref", "")).endswith("/HTTPValidationError")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from sglang.multimodal_gen.runtime.managers.file_store import FileStore
-from sglang.multimodal_gen.runtime.managers.jobs import MemoryJobStore
+from sglang.multimodal_gen.runtime.managers.checkpoint_rule import CheckpointRule
 from sglang.multimodal_gen.runtime.managers.lifecycle import warm_up
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.managers.open_worker import open_worker
 from sglang.multimodal_gen.runtime.managers.runner import Runner
 from sglang.multimodal_gen.runtime.managers.scheduler import Scheduler, SchedulingLimits
 from sglang.multimodal_gen.runtime.managers.service import GenerationService
+from sglang.multimodal_gen.runtime.managers.storage.opening import Storage
 from sglang.multimodal_gen.runtime.models.external_packages import load_external_packages
 from sglang.multimodal_gen.runtime.platforms.device import device_facts
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
@@ -26,10 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_service(
-    server_args: ServerArgs,
-    serving: ServingArgs,
-    progress: ProgressListener,
-    files: FileStore | None = None,
+    server_args: ServerArgs, serving: ServingArgs, storage: Storage, progress: ProgressListener
 ) -> GenerationService:
     """Load the model that the arguments name, and warm it up; ``files`` is where results are kept.
 
@@ -54,35 +51,39 @@ def open_service(
     if serving.http.warmup_mode == "server":
         seconds = warm_up(model, runner, steps=serving.http.warmup_steps)
         logger.info("warmed up in %.1f s", seconds)
-    return service_of(model, runner, serving, notes=notes, files=files)
+    return service_of(model, runner, serving, storage, notes=notes)
 
 
 def service_of(
     model: ModelDescription,
     runner: Runner,
     serving: ServingArgs,
+    storage: Storage,
     *,
     notes: list[str] | None = None,
-    files: FileStore | None = None,
 ) -> GenerationService:
     """A service around a model and whatever runs it."""
-    queue = serving.queue
+    queue, store = serving.queue, serving.store
     limits = SchedulingLimits(
         max_waiting=queue.max_queued_requests,
         max_batch=model.server_args.batching.batching_max_size,
         batching_delay=queue.batching_delay_ms / 1000,
         together=model.info.pipeline_cls.supports_dynamic_batching,
+        checkpoints=CheckpointRule(steps=store.checkpoint_steps, seconds=store.checkpoint_seconds),
     )
     return GenerationService(
         model,
         Scheduler(runner, limits),
-        MemoryJobStore(),
+        storage.jobs,
         served_name=serving.http.served_model_name or served_name(model),
         job_ttl=serving.keep.job_ttl,
         default_timeout=queue.request_timeout,
         notes=notes or (),
-        files=files,
+        files=storage.files,
         file_ttl=serving.keep.file_ttl,
+        checkpoints=storage.checkpoints,
+        owner=storage.owner,
+        lease_seconds=store.job_lease,
     )
 
 

@@ -9,19 +9,29 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
 from sglang.multimodal_gen.runtime.entrypoints.http.app import create_app
-from sglang.multimodal_gen.runtime.entrypoints.http.context import Context
+from sglang.multimodal_gen.runtime.entrypoints.http.context import Context, webhook_policy
 from sglang.multimodal_gen.runtime.entrypoints.http.listening import address_of
 from sglang.multimodal_gen.runtime.entrypoints.http.opening import open_service
-from sglang.multimodal_gen.runtime.managers.file_store import LocalFileStore
 from sglang.multimodal_gen.runtime.managers.lifecycle import Lifecycle
+from sglang.multimodal_gen.runtime.managers.storage.opening import (
+    Storage,
+    open_storage,
+    quiet_clean_up,
+)
+from sglang.multimodal_gen.runtime.managers.webhooks import (
+    RetryRule,
+    WebhookSender,
+    secret_bytes,
+)
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.server_args.serving import HttpArgs, ServingArgs
+from sglang.multimodal_gen.runtime.utils.environ import WEBHOOK_SECRET
+from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +55,24 @@ def serve(
         CheckpointError: the model's files are incomplete or damaged.
     """
     address = address_of(listener)
-    with contextlib.closing(listener), _files(serving) as files:
+    with contextlib.closing(listener), open_storage(serving) as storage:
+        webhooks = webhook_sender(serving, storage)
+        quiet_clean_up(storage)
         lifecycle = Lifecycle(
-            lambda progress: open_service(server_args, serving, progress, files),
+            lambda progress: open_service(server_args, serving, storage, progress),
             on_ready=lambda name: tell(f"ready: {name!r} is served at {address}"),
             on_failure=lambda: server.fail(),
         )
-        server = Server(create_app(Context(lifecycle, serving, files)), lifecycle, serving.http)
+        context = Context(lifecycle, serving, storage.files, webhooks)
+        server = Server(create_app(context), lifecycle, serving.http)
         tell(f"listening on {address}; the model is loading")
         lifecycle.start()
+        if webhooks is not None:
+            webhooks.start()
         server.run(sockets=[listener])
         in_time = lifecycle.finish(serving.http.http_graceful_shutdown_timeout)
+        if webhooks is not None:
+            webhooks.close()
     if lifecycle.error is not None:
         raise lifecycle.error
     if lifecycle.phase == "failed":
@@ -64,17 +81,25 @@ def serve(
     return 0
 
 
-@contextlib.contextmanager
-def _files(serving: ServingArgs) -> Iterator[LocalFileStore | None]:
-    place = serving.keep.file_store
-    if place == "off":
-        yield None
-        return
-    store = LocalFileStore(None if place is None else Path(place).expanduser())
+def webhook_sender(serving: ServingArgs, storage: Storage) -> WebhookSender | None:
+    """Who sends webhooks; None where there is nothing to sign them with.
+
+    Raises:
+        InvalidArgument: the secret is none.
+    """
+    secret = serving.store.webhook_secret or WEBHOOK_SECRET.read()
+    if not secret:
+        return None
     try:
-        yield store
-    finally:
-        store.close()
+        secret_bytes(secret)
+    except ValueError as error:
+        raise InvalidArgument("webhook_secret", "(not shown)", str(error)) from error
+    return WebhookSender(
+        storage.database,
+        secret,
+        policy=webhook_policy(serving),
+        rule=RetryRule(attempts=serving.store.webhook_attempts),
+    )
 
 
 class Server(uvicorn.Server):

@@ -18,7 +18,9 @@ from sglang.multimodal_gen.runtime.entrypoints.http.video_schemas import (
     VideoSettings,
     effective,
 )
-from sglang.multimodal_gen.runtime.managers.service import GenerationService, Job, WorkOrder
+from sglang.multimodal_gen.runtime.managers.jobs import IdempotencyKey
+from sglang.multimodal_gen.runtime.managers.service import GenerationService, Job
+from sglang.multimodal_gen.runtime.managers.work_order import WorkOrder
 from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest
 
 
@@ -30,6 +32,7 @@ class VideoWork:
     settings: VideoSettings
     images: list[Path] = field(default_factory=list)
     videos: list[Path] = field(default_factory=list)
+    key: IdempotencyKey | None = None
     cleanup: Callable[[], None] | None = None
 
     def submit(self) -> Job:
@@ -49,6 +52,9 @@ class VideoWork:
                 priority=0 if settings.priority is None else settings.priority,
                 timeout=settings.timeout,
                 keep=settings.output_format or "mp4",
+                durable=True,
+                webhook=self.context.webhook(settings.webhook_url),
+                key=self.key,
                 warnings=self._warnings(),
             )
             job = service.submit(order)

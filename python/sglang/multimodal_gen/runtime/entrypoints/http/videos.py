@@ -26,6 +26,10 @@ from sglang.multimodal_gen.runtime.entrypoints.http.image_upload import (
 )
 from sglang.multimodal_gen.runtime.entrypoints.http.openapi import error_replies, example_reply
 from sglang.multimodal_gen.runtime.entrypoints.http.ranges import ranged_response
+from sglang.multimodal_gen.runtime.entrypoints.http.request_headers import (
+    PARAMETERS,
+    idempotency_key,
+)
 from sglang.multimodal_gen.runtime.entrypoints.http.video_schemas import (
     EXAMPLE,
     KIND,
@@ -36,7 +40,7 @@ from sglang.multimodal_gen.runtime.entrypoints.http.video_schemas import (
     video_object,
 )
 from sglang.multimodal_gen.runtime.entrypoints.http.video_work import VideoWork
-from sglang.multimodal_gen.runtime.managers.jobs import JobRecord
+from sglang.multimodal_gen.runtime.managers.jobs import IdempotencyKey, JobRecord
 from sglang.multimodal_gen.runtime.managers.service import GenerationService
 from sglang.multimodal_gen.runtime.utils.errors import Unavailable
 
@@ -94,8 +98,8 @@ def _create_body() -> dict[str, Any]:
     "",
     response_model=VideoObject,
     responses=example_reply({**EXAMPLE, "status": "queued", "progress": 0})
-    | error_replies(400, 404, 413, 415, 429, 503, 507),
-    openapi_extra=_create_body(),
+    | error_replies(400, 404, 413, 415, 422, 429, 503, 507),
+    openapi_extra=_create_body() | {"parameters": PARAMETERS},
 )
 async def create_video(request: Request) -> VideoObject:
     """Begin to make a video; the reply comes at once, with the id to ask for it."""
@@ -103,8 +107,10 @@ async def create_video(request: Request) -> VideoObject:
     context.service_for(None, DataType.VIDEO)  # nothing is stored for one that cannot be served
     upload = await _read(request, context)
     assert isinstance(upload.settings, VideoSettings)
-    work = VideoWork(context, upload.settings, upload.images, upload.videos, upload.close)
+    work = VideoWork(context, upload.settings, upload.images, upload.videos)
+    work.cleanup = upload.close
     try:
+        work.key = await run_in_threadpool(_key, request, upload)
         job = await run_in_threadpool(work.submit)
     finally:
         if work.cleanup is not None:  # no job took it over
@@ -200,6 +206,13 @@ async def get_content(
         "x-content-type-options": "nosniff",
     }
     return ranged_response(request, data, known.media_type, file_id, headers)
+
+
+def _key(request: Request, upload: Upload) -> IdempotencyKey | None:
+    """What the client calls this request, and what it asks for under that name."""
+    asked = upload.settings.model_dump(exclude_none=True)
+    files = (path.read_bytes() for path in (*upload.images, *upload.videos))
+    return idempotency_key(request, asked, files)
 
 
 async def _read(request: Request, context: Context) -> Upload:

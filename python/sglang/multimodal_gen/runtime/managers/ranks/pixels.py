@@ -16,6 +16,7 @@ def sendable(batch: Req) -> Req:
     """A copy without its control, which stays with the caller; a rank puts its own there."""
     sent = copy.copy(batch)
     sent.control = cast(Any, None)
+    sent.resume_from = None  # ranks keep no states of the loop, and take none up
     return sent
 
 

@@ -12,6 +12,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.role import RoleType
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
 from sglang.multimodal_gen.runtime.pipelines_core.stages.guidance import ClassifierFreeGuidance
+from sglang.multimodal_gen.runtime.pipelines_core.stages.step_checkpoints import StepCheckpoints
 from sglang.multimodal_gen.runtime.pipelines_core.stages.step_previews import StepPreviews
 from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
 
@@ -46,6 +47,8 @@ class DenoisingStage(PipelineStage):
             "width",
             "task_type",
             "previews",
+            "resume_from",
+            "seeds",
         }
     )
     writes = frozenset({"latents", "model_state", "scheduler"})
@@ -56,10 +59,12 @@ class DenoisingStage(PipelineStage):
         scheduler: Any,
         guidance: ClassifierFreeGuidance | None = None,
         previews: StepPreviews | None = None,
+        checkpoints: StepCheckpoints | None = None,
     ) -> None:
         self.transformer = transformer
         self.scheduler = scheduler
         self.previews = StepPreviews() if previews is None else previews
+        self.checkpoints = StepCheckpoints() if checkpoints is None else checkpoints
         self.guidance = ClassifierFreeGuidance() if guidance is None else guidance
 
     def forward(self, batch: Req, server_args: ServerArgs) -> Req:
@@ -68,15 +73,19 @@ class DenoisingStage(PipelineStage):
         scheduler = self._fresh_scheduler(batch)
         _check_negative(batch)
         batch.model_state = config.prepare_model_state(batch, self.transformer)
-        latents = batch.latents
         total = len(batch.timesteps)
-        batch.control.report("denoise", 0, total, "denoising")
-        for step, t in enumerate(batch.timesteps):
+        # What the loop's own draws depend on; a stage whose loop draws declares that it reads them.
+        generators = batch.generator if "generator" in (self.reads or ()) else []
+        first, latents = self.checkpoints.begin(batch, scheduler, batch.latents, generators)
+        batch.control.report("denoise", first, total, "denoising")
+        for step in range(first, total):
+            t = batch.timesteps[step]
             model_input = _scaled(scheduler, latents, t)
             t_B = t.expand(len(latents))
             prediction = self.guidance.predict(self.transformer, config, batch, model_input, t_B)
             self.previews.show(batch, config, step, latents, prediction)
             latents = scheduler.step(prediction, t, latents, return_dict=False)[0]
+            self.checkpoints.step_done(batch, scheduler, step + 1, latents, generators)
             batch.control.report("denoise", step + 1, total, "denoising")
         batch.latents = config.post_denoising_loop(latents, batch)
         return batch

@@ -95,7 +95,9 @@ def test_operators_answer_by_device():
 def test_operators_have_gradients():
     """Those of the plain twin: a kernel has none."""
     x, shift, scale = (torch.randn(2, s, 8, requires_grad=True) for s in (5, 1, 1))
-    found = torch.autograd.grad(norm.norm_modulate(x, shift, scale).square().sum(), (x, shift, scale))
+    found = torch.autograd.grad(
+        norm.norm_modulate(x, shift, scale).square().sum(), (x, shift, scale)
+    )
     plain = norm.norm_modulate_plain(x, shift, scale).square().sum()
     expected = torch.autograd.grad(plain, (x, shift, scale))
     for got, right in zip(found, expected, strict=True):

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from sglang.multimodal_gen.runtime.managers.visit import current_client
+
 JobStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 FINAL: frozenset[JobStatus] = frozenset({"completed", "failed", "cancelled"})
 
@@ -34,6 +36,8 @@ class JobRecord:
     warnings: Sequence[str] = ()
     results: Sequence[Mapping[str, Any]] = ()
     error: Mapping[str, Any] | None = None
+    client: str | None = field(default_factory=current_client)
+    """Whose it is, where clients have keys (`visit`)."""
 
     @property
     def final(self) -> bool:

@@ -19,8 +19,10 @@ from sglang.multimodal_gen.runtime.managers.client_error import PATH_SETTINGS, c
 from sglang.multimodal_gen.runtime.managers.finished import FinishedImage, pixels_of, settings_of
 from sglang.multimodal_gen.runtime.managers.jobs import JobRecord, JobStore
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
+from sglang.multimodal_gen.runtime.managers.observer import Observer
 from sglang.multimodal_gen.runtime.managers.runner import AdapterHost, Checkable
 from sglang.multimodal_gen.runtime.managers.scheduler import Scheduler
+from sglang.multimodal_gen.runtime.managers.visit import charge
 from sglang.multimodal_gen.runtime.managers.waiting_line import MAX_PRIORITY
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
 from sglang.multimodal_gen.runtime.utils.errors import (
@@ -170,7 +172,12 @@ class GenerationService:
         self.default_timeout = default_timeout
         self.notes = tuple(notes)
         self.clock = clock
+        self.observer = Observer()
         self.adapters: dict[str, Any] = self._adapter_status()
+
+    def observe(self, observer: Observer) -> None:
+        """Tell ``observer`` of each job and batch from now on."""
+        self.observer = self.scheduler.observer = observer
 
     def submit(
         self, order: WorkOrder, *, on_preview: Callable[[Preview], None] | None = None
@@ -181,7 +188,7 @@ class GenerationService:
 
         Raises:
             InvalidRequest: a setting is unknown or does not fit the model.
-            QueueFull, Unavailable: not now.
+            QueueFull, RateLimited, Unavailable: not now.
         """
         params = self.model.sampling_params(order.settings)
         self._check_adapters(params)
@@ -189,6 +196,7 @@ class GenerationService:
             problem = f"must lie in -{MAX_PRIORITY}..{MAX_PRIORITY}"
             raise InvalidRequest("priority", order.priority, problem)
         parts = self.model.admit(params, data_type=order.data_type, previews=order.previews)
+        book = charge(parts)
         job_id = uuid.uuid4().hex
         for part in parts:
             part.request_id = job_id
@@ -211,6 +219,8 @@ class GenerationService:
         except DiffusionError:
             self.jobs.delete(job_id)
             raise
+        book()
+        self.observer.job(record, parts, watcher.result)
         return Job(job_id, watcher.result, lambda: self.cancel(job_id))
 
     def cancel(self, job_id: str) -> bool:

@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sglang.multimodal_gen.runtime.server_args.flags import check_fields, flag
+from sglang.multimodal_gen.runtime.server_args.guard_section import (
+    FetchArgs,
+    GuardArgs,
+    SeeingArgs,
+)
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 
 WarmupMode = Literal["server", "off"]
@@ -134,6 +139,9 @@ class ServingArgs:
     queue: QueueArgs
     limits: LimitArgs
     keep: KeepArgs
+    guard: GuardArgs
+    fetch: FetchArgs
+    seeing: SeeingArgs
 
     @classmethod
     def from_flat(cls, **values: object) -> ServingArgs:
@@ -150,7 +158,15 @@ class ServingArgs:
         return cls(**parts)
 
 
-SECTIONS = {"http": HttpArgs, "queue": QueueArgs, "limits": LimitArgs, "keep": KeepArgs}
+SECTIONS = {
+    "http": HttpArgs,
+    "queue": QueueArgs,
+    "limits": LimitArgs,
+    "keep": KeepArgs,
+    "guard": GuardArgs,
+    "fetch": FetchArgs,
+    "seeing": SeeingArgs,
+}
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

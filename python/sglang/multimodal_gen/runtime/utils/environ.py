@@ -83,5 +83,10 @@ EXTERNAL_MODEL_PACKAGE = Variable(
     _names,
     "Packages, comma separated, that register models of their own when they are imported.",
 )
-VARIABLES: tuple[Variable[tuple[str, ...]], ...] = (EXTERNAL_MODEL_PACKAGE,)
+API_KEYS = Variable(
+    "SGLANG_API_KEY",
+    _names,
+    "Keys, comma separated, one of which clients of `sglang serve` must show.",
+)
+VARIABLES: tuple[Variable[tuple[str, ...]], ...] = (EXTERNAL_MODEL_PACKAGE, API_KEYS)
 """Every variable that this project reads."""

@@ -14,7 +14,8 @@
     ├── Cancelled                  the caller asked to stop; not a failure
     ├── DeadlineExceeded           the request's own time limit passed: HTTP 504
     ├── Unavailable                not now, perhaps later: HTTP 503
-    │   └── QueueFull              too much waits already: HTTP 429
+    │   ├── QueueFull              too much waits already: HTTP 429
+    │   └── RateLimited            a client's budget is used up for now: HTTP 429
     ├── CallbackFailed             the caller's progress callback raised; its error is the cause
     └── InternalError              our fault: exit code 1, HTTP 5xx
         ├── NonFiniteOutput        a component produced NaN or infinity
@@ -92,6 +93,10 @@ class Unavailable(DiffusionError):
 
 class QueueFull(Unavailable):
     """As much waits as the operator allows."""
+
+
+class RateLimited(Unavailable):
+    """A client has asked for as much as it may in this minute."""
 
 
 class CallbackFailed(DiffusionError):

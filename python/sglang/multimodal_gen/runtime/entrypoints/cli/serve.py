@@ -22,6 +22,9 @@ _TITLES = {
     "queue": "how requests wait",
     "limits": "the most that one request may ask for",
     "keep": "what is kept, and for how long",
+    "guard": "who may ask, and how much",
+    "fetch": "input pictures by URL",
+    "seeing": "what the server tells of its work",
 }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import Request
 
 from sglang.multimodal_gen.runtime.entrypoints.http.errors import ApiError, not_found
+from sglang.multimodal_gen.runtime.entrypoints.http.metrics import Metrics
+from sglang.multimodal_gen.runtime.entrypoints.http.tracing import Tracing
 from sglang.multimodal_gen.runtime.managers.client_error import ClientError
 from sglang.multimodal_gen.runtime.managers.file_store import FileStore
 from sglang.multimodal_gen.runtime.managers.lifecycle import Lifecycle
@@ -21,6 +23,8 @@ class Context:
     lifecycle: Lifecycle
     args: ServingArgs
     files: FileStore | None
+    metrics: Metrics = field(default_factory=Metrics)
+    tracing: Tracing | None = None
 
     def service_for(self, model: str | None) -> GenerationService:
         """The service, if it has the model that a request names.

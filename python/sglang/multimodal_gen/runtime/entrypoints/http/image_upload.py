@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from sglang.multimodal_gen.runtime.entrypoints.http.errors import (
     invalid,
     of_validation,
 )
-from sglang.multimodal_gen.runtime.entrypoints.http.image_fetch import fetch_image
+from sglang.multimodal_gen.runtime.entrypoints.http.image_fetch import ImageFetcher
 from sglang.multimodal_gen.runtime.entrypoints.http.image_schemas import ImageSettings
+from sglang.multimodal_gen.runtime.entrypoints.http.json_edit import read_json_edit
 from sglang.multimodal_gen.runtime.managers.client_error import ClientError
+from sglang.multimodal_gen.runtime.server_args.guard_section import FetchArgs
 from sglang.multimodal_gen.runtime.server_args.serving import LimitArgs
 from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest, OutputError
 from sglang.multimodal_gen.runtime.utils.image_file import load_input_image
@@ -50,28 +53,43 @@ class Upload:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-async def read_upload(request: Request, limits: LimitArgs) -> Upload:
-    """The body of an edit, checked; the caller closes it.
+async def read_upload(request: Request, limits: LimitArgs, fetch: FetchArgs) -> Upload:
+    """The body of an edit, a form or JSON, checked; the caller closes it.
 
     Raises:
         ApiError: another content type, a bad field, or a picture that cannot be used.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    fetcher = ImageFetcher(fetch)
+    if kind == "application/json":
+        settings, sources, masks = read_json_edit(await request.body())
+        return await _stored(settings, sources, masks, limits, fetcher)
     if kind != "multipart/form-data":
-        message = "send multipart/form-data with the file field 'image'"
+        message = "send multipart/form-data with the file field 'image', or JSON"
         raise ApiError(ClientError(415, message, code="unsupported_media"))
     most = limits.max_input_images
     async with request.form(
         max_files=most + 2, max_fields=_MAX_FIELDS + most, max_part_size=2**20
     ) as form:
-        settings = _settings(form)
-        upload = Upload(settings, await run_in_threadpool(_private_folder))
-        try:
-            await _store_images(form, upload, limits)
-        except BaseException:
-            upload.close()
-            raise
-        return upload
+        images = [part for name, part in form.multi_items() if name in _IMAGE_FIELDS and part != ""]
+        masks = [part for part in form.getlist("mask") if part != ""]
+        return await _stored(_settings(form), images, masks, limits, fetcher)
+
+
+async def _stored(
+    settings: ImageSettings,
+    images: Sequence[UploadFile | str],
+    masks: Sequence[UploadFile | str],
+    limits: LimitArgs,
+    fetcher: ImageFetcher,
+) -> Upload:
+    upload = Upload(settings, await run_in_threadpool(_private_folder))
+    try:
+        await _store_images(images, masks, upload, limits, fetcher)
+    except BaseException:
+        upload.close()
+        raise
+    return upload
 
 
 def _private_folder() -> Path:
@@ -114,33 +132,37 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
-async def _store_images(form: FormData, upload: Upload, limits: LimitArgs) -> None:
-    given = [part for name, part in form.multi_items() if name in _IMAGE_FIELDS and part != ""]
+async def _store_images(
+    given: Sequence[UploadFile | str],
+    masks: Sequence[UploadFile | str],
+    upload: Upload,
+    limits: LimitArgs,
+    fetcher: ImageFetcher,
+) -> None:
     if not given:
         raise invalid("image", "image: is missing; upload one or more pictures")
     if len(given) > limits.max_input_images:
         count = f"{len(given)} pictures"
         raise invalid("image", f"image: {count}; at most {limits.max_input_images} are taken")
-    for index, part in enumerate(given):
-        place = upload.folder / f"image-{index}"
-        upload.sizes.append(await _store(part, place, "image", limits))
-        upload.images.append(place)
-    masks = [part for part in form.getlist("mask") if part != ""]
     if len(masks) > 1:
         raise invalid("mask", "mask: is given twice")
+    for index, part in enumerate(given):
+        place = upload.folder / f"image-{index}"
+        upload.sizes.append(await _store(part, place, "image", limits, fetcher))
+        upload.images.append(place)
     for part in masks:
         place = upload.folder / "mask"
-        if await _store(part, place, "mask", limits) != upload.sizes[0]:
+        if await _store(part, place, "mask", limits, fetcher) != upload.sizes[0]:
             raise invalid("mask", "mask: must have the size of the first image")
         upload.mask = place
 
 
 async def _store(
-    part: UploadFile | str, place: Path, param: str, limits: LimitArgs
+    part: UploadFile | str, place: Path, param: str, limits: LimitArgs, fetcher: ImageFetcher
 ) -> tuple[int, int]:
     """Write a picture to ``place``, make sure that it can be used, and return its size."""
     if isinstance(part, str):
-        await fetch_image(part, place, param)
+        await fetcher.fetch(part, place, param)
     else:
         await run_in_threadpool(_copy, part, place)
     try:

@@ -14,6 +14,7 @@ from sglang.multimodal_gen.runtime.entrypoints.http.image_schemas import (
 )
 from sglang.multimodal_gen.runtime.entrypoints.http.image_upload import read_upload
 from sglang.multimodal_gen.runtime.entrypoints.http.image_work import ImageWork
+from sglang.multimodal_gen.runtime.entrypoints.http.json_edit import json_edit_schema
 from sglang.multimodal_gen.runtime.entrypoints.http.openapi import error_replies
 
 router = APIRouter(prefix="/v1/images", tags=["images"])
@@ -53,7 +54,8 @@ def _edit_body() -> dict[str, Any]:
                             "value": {"image": "(binary)", "prompt": "the same at night", "n": 1}
                         }
                     },
-                }
+                },
+                "application/json": {"schema": json_edit_schema()},
             },
         }
     }
@@ -81,7 +83,7 @@ async def edit(request: Request) -> Any:
     """Make pictures from a text and pictures, for models that take them."""
     context = context_of(request)
     context.service_for(None)  # nothing is stored for a server that is not ready
-    upload = await read_upload(request, context.args.limits)
+    upload = await read_upload(request, context.args.limits, context.args.fetch)
     work = ImageWork(
         context,
         request,

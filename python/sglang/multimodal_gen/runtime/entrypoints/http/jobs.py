@@ -12,6 +12,7 @@ from sglang.multimodal_gen.runtime.entrypoints.http.errors import not_found
 from sglang.multimodal_gen.runtime.entrypoints.http.openapi import error_replies, example_reply
 from sglang.multimodal_gen.runtime.managers.jobs import JobRecord
 from sglang.multimodal_gen.runtime.managers.service import GenerationService
+from sglang.multimodal_gen.runtime.managers.visit import may_see
 from sglang.multimodal_gen.runtime.utils.errors import Unavailable
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -81,7 +82,7 @@ def _service(request: Request) -> GenerationService:
 
 def _record(service: GenerationService, job_id: str) -> JobRecord:
     record = service.jobs.get(job_id)
-    if record is None:
+    if record is None or not may_see(record.client):
         raise not_found("there is no such job on this server, or its record has expired")
     return record
 

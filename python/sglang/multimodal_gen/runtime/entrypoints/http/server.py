@@ -18,6 +18,8 @@ from sglang.multimodal_gen.runtime.entrypoints.http.app import create_app
 from sglang.multimodal_gen.runtime.entrypoints.http.context import Context
 from sglang.multimodal_gen.runtime.entrypoints.http.listening import address_of
 from sglang.multimodal_gen.runtime.entrypoints.http.opening import open_service
+from sglang.multimodal_gen.runtime.entrypoints.http.request_log import start_request_log
+from sglang.multimodal_gen.runtime.entrypoints.http.tracing import Tracing, open_tracing
 from sglang.multimodal_gen.runtime.managers.file_store import LocalFileStore
 from sglang.multimodal_gen.runtime.managers.lifecycle import Lifecycle
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
@@ -45,13 +47,15 @@ def serve(
         CheckpointError: the model's files are incomplete or damaged.
     """
     address = address_of(listener)
-    with contextlib.closing(listener), _files(serving) as files:
+    with contextlib.closing(listener), _files(serving) as files, _tracing(serving) as tracing:
+        start_request_log(serving.seeing.request_log)
         lifecycle = Lifecycle(
             lambda progress: open_service(server_args, serving, progress),
             on_ready=lambda name: tell(f"ready: {name!r} is served at {address}"),
             on_failure=lambda: server.fail(),
         )
-        server = Server(create_app(Context(lifecycle, serving, files)), lifecycle, serving.http)
+        context = Context(lifecycle, serving, files, tracing=tracing)
+        server = Server(create_app(context), lifecycle, serving.http)
         tell(f"listening on {address}; the model is loading")
         lifecycle.start()
         server.run(sockets=[listener])
@@ -62,6 +66,16 @@ def serve(
         return 1
     tell("stopped" if in_time else "stopped; work that took too long was given up")
     return 0
+
+
+@contextlib.contextmanager
+def _tracing(serving: ServingArgs) -> Iterator[Tracing | None]:
+    tracing = open_tracing(serving.seeing.otlp_traces_endpoint)
+    try:
+        yield tracing
+    finally:
+        if tracing is not None:
+            tracing.close()
 
 
 @contextlib.contextmanager

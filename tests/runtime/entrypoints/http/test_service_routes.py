@@ -186,6 +186,7 @@ def test_the_schema_names_every_route_with_examples_and_errors(shared):
         ("post", "/v1/jobs/{job_id}/cancel"), ("get", "/v1/files/{file_id}"),
         ("get", "/v1/loras"), ("post", "/v1/loras"), ("delete", "/v1/loras/{name}"),
         ("get", "/health"), ("get", "/health/deep"), ("get", "/liveness"), ("get", "/server_info"),
+        ("get", "/metrics"),
     }  # fmt: skip
     for path, item in schema["paths"].items():
         for method, route in item.items():

@@ -7,6 +7,7 @@ Each redirect is a new URL.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 import socket
@@ -179,10 +180,10 @@ def _host(name: str | None) -> str:
     """A host as it is looked up: an address, or a name in ASCII."""
     if not name:
         raise UrlRefused("form", "the URL has no host")
-    try:
+    if "%" in name:
+        raise UrlRefused("form", "the URL's host must name no network interface")
+    with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(name))
-    except ValueError:
-        pass
     try:
         plain = name.encode("idna").decode("ascii").lower()
     except UnicodeError as error:

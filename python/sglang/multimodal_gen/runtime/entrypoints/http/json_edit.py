@@ -55,10 +55,19 @@ def read_json_edit(body: bytes) -> tuple[ImageSettings, list[str], list[str]]:
 
 
 def json_edit_schema() -> dict[str, Any]:
-    """The body's schema, with what it refers to inside."""
-    return JsonEdit.model_json_schema(ref_template="#/components/schemas/{model}") | {
-        "title": "JsonEdit"
-    }
+    """The body's schema, complete in itself."""
+    schema = JsonEdit.model_json_schema()
+    return _inlined(schema, schema.pop("$defs", {}))
+
+
+def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
+    if isinstance(node, list):
+        return [_inlined(part, definitions) for part in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        return _inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
+    return {name: _inlined(part, definitions) for name, part in node.items()}
 
 
 def _address(picture: Picture) -> str:

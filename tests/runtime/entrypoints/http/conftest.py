@@ -86,13 +86,16 @@ class Live:
 
 @contextlib.contextmanager
 def running(
-    open_service: Callable[[Any], GenerationService], serving: ServingArgs, runner: Any
+    open_service: Callable[[Any], GenerationService],
+    serving: ServingArgs,
+    runner: Any,
+    tracing: Any = None,
 ) -> Iterator[Live]:
     listener = listen(serving.http)
     keep = serving.keep.file_store
     files = None if keep == "off" else LocalFileStore(Path(keep) if keep else None)
     lifecycle = Lifecycle(open_service)
-    context = Context(lifecycle, serving, files)
+    context = Context(lifecycle, serving, files, tracing=tracing)
     server = Server(create_app(context), lifecycle, serving.http)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     url = address_of(listener)
@@ -141,12 +144,19 @@ def start(description) -> Iterator[Callable[..., Live]]:
     """Starts servers with flags: ``start(runner, model, max_queued_requests=1)``."""
     with contextlib.ExitStack() as stack:
 
-        def run(runner: Any = None, model: Any = None, *, ready: bool = True, **flags: Any) -> Live:
+        def run(
+            runner: Any = None,
+            model: Any = None,
+            *,
+            ready: bool = True,
+            tracing: Any = None,
+            **flags: Any,
+        ) -> Live:
             runner = SlowRunner() if runner is None else runner
             serving = ServingArgs.from_flat(**{"port": 0, "served_model_name": "tiny"} | flags)
             model = description if model is None else model
             live = stack.enter_context(
-                running(lambda _: service_of(model, runner, serving), serving, runner)
+                running(lambda _: service_of(model, runner, serving), serving, runner, tracing)
             )
             while ready and live.context.lifecycle.phase == "loading":
                 time.sleep(0.005)

@@ -47,7 +47,12 @@ def test_every_route_and_none_asks_for_the_key_first(locked):
     assert len(routes) > 18
     for method, path in routes:
         place = path.format(name="x", job_id="x", file_id="x")
-        for headers in ({}, bearer("wrong"), {"authorization": f"Basic {ONE}"}, {"authorization": "Bearer"}):
+        for headers in (
+            {},
+            bearer("wrong"),
+            {"authorization": f"Basic {ONE}"},
+            {"authorization": "Bearer"},
+        ):
             response = locked.http.request(method, place, headers=headers)
             if path in open_ones:
                 assert response.status_code == 200

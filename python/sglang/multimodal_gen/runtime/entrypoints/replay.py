@@ -48,7 +48,7 @@ class Recipe:
         about = _read_video(file) if is_video(file) else read_metadata(file)
         if about is None:
             raise CannotReplay(
-                f"{file} carries no settings: it was made elsewhere, without metadata, or a program "
+                f"{file} carries no settings: it was made elsewhere or without them, or a program "
                 "that it went through has removed them"
             )
         settings = {k: v for k, v in about.parameters.items() if k not in _INPUTS}

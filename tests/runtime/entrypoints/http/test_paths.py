@@ -13,6 +13,7 @@ import pytest
 from runtime.entrypoints.http.conftest import SMALL, picture
 
 MARK = "secret-marker"
+EVENTS = ("open", "os.listdir", "os.scandir", "os.remove", "os.rename")
 
 
 def path_likes(folder: Path) -> list[str]:
@@ -52,9 +53,8 @@ def watched(tmp_path, monkeypatch):
     state = {"on": True}
 
     def hook(event: str, args: tuple) -> None:
-        if state["on"] and event in ("open", "os.listdir", "os.scandir", "os.remove", "os.rename"):
-            if MARK in str(args[:1]):
-                seen.append(f"{event} {args[0]}")
+        if state["on"] and event in EVENTS and MARK in str(args[:1]):
+            seen.append(f"{event} {args[0]}")
 
     sys.addaudithook(hook)
     for name in ("stat", "lstat", "readlink", "access"):

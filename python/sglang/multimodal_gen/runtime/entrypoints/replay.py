@@ -140,24 +140,34 @@ def _as_compressed(image: Image.Image, file: Path, made: np.ndarray) -> Iterator
         yield _decoded(buffer.getvalue())
     elif image.format == "WEBP":
         yield made  # a lossless one
-        for quality in _near_qualities(made, file.stat().st_size):
+        for quality in _near_qualities(made, _pixel_bytes(file.read_bytes())):
             yield _decoded(encode_image(made, "WEBP", quality=quality))
     else:
         yield made
 
 
 def _near_qualities(made: np.ndarray, size: int) -> Iterator[int]:
-    """The usual quality, then those at which the file would be about as large as it is."""
+    """The usual quality, then those at which the pixels take about as many bytes as they do."""
     yield DEFAULT_QUALITY
     low, high = 1, 100
     while low < high:
         middle = (low + high) // 2
-        if len(encode_image(made, "WEBP", quality=middle)) < size:
+        if _pixel_bytes(encode_image(made, "WEBP", quality=middle)) < size:
             low = middle + 1
         else:
             high = middle
-    # The file also holds its metadata, so that a smaller quality than the one found is likely.
-    yield from range(low, max(0, low - 2 * _FEW), -1)
+    yield from range(max(1, low - _FEW), min(100, low + _FEW) + 1)
+
+
+def _pixel_bytes(webp: bytes) -> int:
+    """The size of a WebP file's pixels, without what is said about them."""
+    at = 12  # after RIFF, its size, and WEBP
+    while at + 8 <= len(webp):
+        size = int.from_bytes(webp[at + 4 : at + 8], "little")
+        if webp[at : at + 4] == b"VP8 ":
+            return size
+        at += 8 + size + size % 2
+    return len(webp)
 
 
 def _decoded(data: bytes) -> np.ndarray:

@@ -87,14 +87,17 @@ class Live:
 
 @contextlib.contextmanager
 def running(
-    open_service: Callable[[Storage], GenerationService], serving: ServingArgs, runner: Any
+    open_service: Callable[[Storage], GenerationService],
+    serving: ServingArgs,
+    runner: Any,
+    tracing: Any = None,
 ) -> Iterator[Live]:
     stack = contextlib.ExitStack()
     listener = stack.enter_context(contextlib.closing(listen(serving.http)))
     storage = stack.enter_context(open_storage(serving))
     webhooks = webhook_sender(serving, storage)
     lifecycle = Lifecycle(lambda _: open_service(storage))
-    context = Context(lifecycle, serving, storage.files, webhooks)
+    context = Context(lifecycle, serving, storage.files, webhooks, tracing=tracing)
     server = Server(create_app(context), lifecycle, serving.http)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     url = address_of(listener)
@@ -145,12 +148,21 @@ def start(description) -> Iterator[Callable[..., Live]]:
     """Starts servers with flags: ``start(runner, model, max_queued_requests=1)``."""
     with contextlib.ExitStack() as stack:
 
-        def run(runner: Any = None, model: Any = None, *, ready: bool = True, **flags: Any) -> Live:
+        def run(
+            runner: Any = None,
+            model: Any = None,
+            *,
+            ready: bool = True,
+            tracing: Any = None,
+            **flags: Any,
+        ) -> Live:
             runner = SlowRunner() if runner is None else runner
             serving = ServingArgs.from_flat(**FLAGS | flags)
             model = description if model is None else model
             live = stack.enter_context(
-                running(lambda kept: service_of(model, runner, serving, kept), serving, runner)
+                running(
+                    lambda kept: service_of(model, runner, serving, kept), serving, runner, tracing
+                )
             )
             while ready and live.context.lifecycle.phase == "loading":
                 time.sleep(0.005)

@@ -89,7 +89,7 @@ def test_text_fields_mean_what_json_means(live):
 
 @pytest.mark.parametrize("address", ["/etc/passwd", "file:///etc/passwd", "\\\\host\\x",
                                      "/dev/zero", "http://127.0.0.1:1/x.png",
-                                     "data:image/png;base64,AAAA", "/nonexistent"])  # fmt: skip
+                                     "data:text/html;base64", "/nonexistent"])  # fmt: skip
 @pytest.mark.parametrize("field", ["image", "url", "mask"])
 def test_places_are_never_looked_at(live, address, field):
     """CB-132: one answer for all, whatever is there."""
@@ -160,7 +160,7 @@ def test_what_is_missing_too_much_or_of_another_kind_is_said(live):
     assert live.refusal(edit(live, {"other": ("", b"")}))["param"] == "image"
     many = [("image", ("a.png", picture(), "image/png"))] * 17
     assert live.refusal(edit(live, many))["param"] == "image"
-    response = live.http.post("/v1/images/edits", json={"prompt": "x"})
+    response = live.http.post("/v1/images/edits", data={"prompt": "x"})
     assert live.refusal(response, 415)["code"] == "unsupported_media"
     for content in (b"", b"--x\r\n", b"garbage"):
         headers = {"content-type": "multipart/form-data; boundary=x"}

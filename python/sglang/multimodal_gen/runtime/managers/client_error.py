@@ -22,6 +22,7 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     OutOfMemory,
     OutputError,
     QueueFull,
+    RateLimited,
     Unavailable,
     UserError,
     WorkerDied,
@@ -89,6 +90,9 @@ def client_error(error: DiffusionError) -> ClientError:
         seconds = max(1, math.ceil(error.retry_after))
         if isinstance(error, QueueFull):
             return ClientError(429, str(error), "rate_limit_error", None, "queue_full", seconds)
+        if isinstance(error, RateLimited):
+            code = "rate_limit_exceeded"
+            return ClientError(429, str(error), "rate_limit_error", None, code, seconds)
         return ClientError(503, str(error), "server_error", None, "unavailable", seconds)
     for kind, answer in _ANSWERS:
         if isinstance(error, kind):

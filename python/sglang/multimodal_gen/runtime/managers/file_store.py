@@ -9,10 +9,11 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from sglang.multimodal_gen.runtime.managers.visit import current_client
 from sglang.multimodal_gen.runtime.utils.atomic_file import check_output_folder, write_new_file
 from sglang.multimodal_gen.runtime.utils.errors import OutputError
 
@@ -25,6 +26,8 @@ class StoredFile:
     media_type: str
     size: int
     expires_at: float
+    client: str | None = field(default_factory=current_client)
+    """Whose it is, where clients have keys (`visit`)."""
 
 
 class FileStore(Protocol):

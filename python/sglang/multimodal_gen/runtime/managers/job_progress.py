@@ -24,6 +24,7 @@ from sglang.multimodal_gen.runtime.managers.jobs import JobRecord, JobStore
 from sglang.multimodal_gen.runtime.managers.keeping import KeepingLine, ResultKeeper, file_ids
 from sglang.multimodal_gen.runtime.managers.kept_inputs import drop_files, input_ids
 from sglang.multimodal_gen.runtime.managers.storage.checkpoints import CheckpointStore
+from sglang.multimodal_gen.runtime.managers.visit import Visit, visiting
 from sglang.multimodal_gen.runtime.pipelines_core.loop_state import LoopState
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch, Req
 from sglang.multimodal_gen.runtime.utils.errors import (
@@ -182,7 +183,8 @@ class JobProgress:
         if self._ended or self._failure is not None:
             return
         try:
-            results = keep.keeper.keep(made, keep.format, self._settings(), keep.quality)
+            with visiting(Visit(client=self.record.client)):  # the files are its client's
+                results = keep.keeper.keep(made, keep.format, self._settings(), keep.quality)
         except DiffusionError as error:
             self._failure = error
             return

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from sglang.multimodal_gen.runtime.managers.visit import current_client
+
 JobStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 FINAL: frozenset[JobStatus] = frozenset({"completed", "failed", "cancelled"})
 
@@ -51,6 +53,8 @@ class JobRecord:
     """Denoising steps that were not done again when it last went on after an interruption."""
     webhook: str | None = None
     """The URL that is told when it ends."""
+    client: str | None = field(default_factory=current_client)
+    """Whose it is, where clients have keys (`visit`)."""
 
     @property
     def final(self) -> bool:
@@ -95,6 +99,7 @@ class JobStore(Protocol):
         limit: int = 100,
         newest_first: bool = True,
         after: str | None = None,
+        client: str | None = None,
     ) -> builtins.list[JobRecord]:
         """Records by age, of one kind or all; those that follow the record ``after`` in this order.
 

@@ -12,6 +12,7 @@ from typing import Literal
 from sglang.multimodal_gen.runtime.managers.dispatcher import Dispatcher
 from sglang.multimodal_gen.runtime.managers.job_keeper import JobKeeper
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
+from sglang.multimodal_gen.runtime.managers.observer import Observer
 from sglang.multimodal_gen.runtime.managers.runner import Runner
 from sglang.multimodal_gen.runtime.managers.service import GenerationService
 from sglang.multimodal_gen.runtime.utils.errors import Cancelled, DiffusionError, Unavailable
@@ -40,6 +41,8 @@ class Lifecycle:
         self.phase: Phase = "loading"
         self.error: DiffusionError | None = None
         self.started_at = time.time()
+        self.observer = Observer()
+        """Hears of the service's jobs and batches, from the first one on."""
         self._open_service = open_service
         self._on_ready = on_ready
         self._on_failure = on_failure
@@ -121,6 +124,7 @@ class Lifecycle:
         with self._lock:
             if self.phase != "loading":
                 return
+            service.observe(self.observer)
             self._service = service
             self._dispatcher = Dispatcher(service.scheduler)
             self._dispatcher.start()

@@ -18,6 +18,7 @@ from typing import Any
 from sglang.multimodal_gen.runtime.managers.batch_merging import join, part_of
 from sglang.multimodal_gen.runtime.managers.checkpoint_rule import CheckpointRule
 from sglang.multimodal_gen.runtime.managers.cost_model import CostModel
+from sglang.multimodal_gen.runtime.managers.observer import Observer
 from sglang.multimodal_gen.runtime.managers.runner import Restartable, Runner
 from sglang.multimodal_gen.runtime.managers.running_batch import (
     BatchCheckpoints,
@@ -87,6 +88,7 @@ class Scheduler:
         costs: CostModel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.observer = Observer()
         self.runner = runner
         self.limits = SchedulingLimits() if limits is None else limits
         self.costs = CostModel() if costs is None else costs
@@ -277,7 +279,10 @@ class Scheduler:
     def _run(self, running: RunningBatch) -> None:
         start = self.clock()
         try:
-            output = self.runner.run(running.batch)
+            jobs = [member.ticket.id for member in running.members]
+            with self.observer.batch(running.batch, jobs) as made:
+                output = self.runner.run(running.batch)
+                made(output)
         except DiffusionError as error:
             self._failed(running, error)
         except Exception as error:  # the boundary around a runner: its bug is one batch's failure

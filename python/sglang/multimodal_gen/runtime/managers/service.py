@@ -42,9 +42,11 @@ from sglang.multimodal_gen.runtime.managers.kept_inputs import (
     keep_inputs,
 )
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
+from sglang.multimodal_gen.runtime.managers.observer import Observer
 from sglang.multimodal_gen.runtime.managers.runner import AdapterHost, Checkable
 from sglang.multimodal_gen.runtime.managers.scheduler import Scheduler
 from sglang.multimodal_gen.runtime.managers.storage.checkpoints import CheckpointStore
+from sglang.multimodal_gen.runtime.managers.visit import charge
 from sglang.multimodal_gen.runtime.managers.waiting_line import MAX_PRIORITY
 from sglang.multimodal_gen.runtime.managers.work_order import WorkOrder, order_of, rerun_of
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
@@ -117,7 +119,12 @@ class GenerationService:
         self.places = JobPlaces(jobs, self.owner, clock, job_ttl, checkpoints, self._forget)
         self._live: dict[str, JobProgress] = {}
         self._lock = threading.Lock()
+        self.observer = Observer()
         self.adapters: dict[str, Any] = self._adapter_status()
+
+    def observe(self, observer: Observer) -> None:
+        """Tell ``observer`` of each job and batch from now on."""
+        self.observer = self.scheduler.observer = observer
 
     @property
     def live(self) -> dict[str, JobProgress]:
@@ -138,9 +145,10 @@ class GenerationService:
             UserError: the outputs are to be kept, which cannot be done here.
             KeyReused: the order's key came before with another request.
             OutputError: an input cannot be stored.
-            QueueFull, Unavailable: not now.
+            QueueFull, RateLimited, Unavailable: not now.
         """
         parts = self.admitted(order)
+        book = charge(parts)
         job_id = uuid.uuid4().hex
         now = self.clock()
         timeout = self.default_timeout if order.timeout is None else order.timeout
@@ -173,6 +181,8 @@ class GenerationService:
         except DiffusionError:
             self._withdraw(record)
             raise
+        book()
+        self.observer.job(record, parts, watcher.result)
         return Job(job_id, watcher.result, lambda: self.cancel(job_id), record)
 
     def admitted(self, order: WorkOrder) -> list[Req]:
@@ -221,6 +231,7 @@ class GenerationService:
             except DiffusionError:
                 self._forget(record.id)
                 raise
+        self.observer.job(record, parts, watcher.result)
 
     def attach(self, record: JobRecord) -> Job:
         """A job that is known already: one of this server, of another, or one that has ended."""

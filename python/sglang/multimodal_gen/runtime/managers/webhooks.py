@@ -20,8 +20,13 @@ import tenacity
 from sqlalchemy import delete, select, update
 
 from sglang.multimodal_gen.runtime.managers.storage.database import Database, webhooks
-from sglang.multimodal_gen.runtime.managers.url_policy import UrlPolicy, check_url
-from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest, StoreUnavailable
+from sglang.multimodal_gen.runtime.managers.url_policy import (
+    UrlPolicy,
+    UrlRefused,
+    check_url,
+    resolve,
+)
+from sglang.multimodal_gen.runtime.utils.errors import StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -157,13 +162,19 @@ class WebhookSender:
             "webhook-signature": signature(self._secret, message_id, timestamp, body),
         }
         try:
-            check_url(url, self.policy)  # again: names may lead elsewhere by now
-            with self._client.stream("POST", url, content=body, headers=headers) as response:
+            checked = check_url(url, self.policy)
+            # To the address that was looked at, and not by the name again.
+            where = checked.at(resolve(checked, self.policy))
+            headers["host"] = checked.authority
+            with self._client.stream(
+                "POST", where, content=body, headers=headers,
+                extensions={"sni_hostname": checked.host},
+            ) as response:  # fmt: skip
                 return None if response.is_success else f"status {response.status_code}"
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             return type(error).__name__
-        except InvalidRequest as error:
-            return error.problem
+        except UrlRefused as error:
+            return str(error)
 
     def _loop(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):

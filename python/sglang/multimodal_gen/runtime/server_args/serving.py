@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sglang.multimodal_gen.runtime.server_args.flags import check_fields, flag
+from sglang.multimodal_gen.runtime.server_args.guard_section import (
+    FetchArgs,
+    GuardArgs,
+    SeeingArgs,
+)
 from sglang.multimodal_gen.runtime.server_args.store_section import StoreArgs
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 
@@ -147,6 +152,9 @@ class ServingArgs:
     limits: LimitArgs
     keep: KeepArgs
     store: StoreArgs
+    guard: GuardArgs
+    fetch: FetchArgs
+    seeing: SeeingArgs
 
     @classmethod
     def from_flat(cls, **values: object) -> ServingArgs:
@@ -169,6 +177,9 @@ SECTIONS = {
     "limits": LimitArgs,
     "keep": KeepArgs,
     "store": StoreArgs,
+    "guard": GuardArgs,
+    "fetch": FetchArgs,
+    "seeing": SeeingArgs,
 }
 
 

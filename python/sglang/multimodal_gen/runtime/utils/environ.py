@@ -86,5 +86,10 @@ EXTERNAL_MODEL_PACKAGE = Variable(
 WEBHOOK_SECRET = Variable(
     "SGLANG_WEBHOOK_SECRET", str, "What webhooks are signed with, where --webhook-secret is not."
 )
-VARIABLES: tuple[Variable[Any], ...] = (EXTERNAL_MODEL_PACKAGE, WEBHOOK_SECRET)
+API_KEYS = Variable(
+    "SGLANG_API_KEY",
+    _names,
+    "Keys, comma separated, one of which clients of `sglang serve` must show.",
+)
+VARIABLES: tuple[Variable[Any], ...] = (EXTERNAL_MODEL_PACKAGE, WEBHOOK_SECRET, API_KEYS)
 """Every variable that this project reads."""

@@ -17,7 +17,8 @@
     ├── FailedBefore               a job's failure as its record tells it
     ├── Unavailable                not now, perhaps later: HTTP 503
     │   ├── QueueFull              too much waits already: HTTP 429
-    │   └── StoreUnavailable       the jobs' database does not answer
+    │   ├── StoreUnavailable       the jobs' database does not answer
+    │   └── RateLimited            a client's budget is used up for now: HTTP 429
     ├── CallbackFailed             the caller's progress callback raised; its error is the cause
     └── InternalError              our fault: exit code 1, HTTP 5xx
         ├── NonFiniteOutput        a component produced NaN or infinity
@@ -114,6 +115,10 @@ class StoreUnavailable(Unavailable):
 
 class KeyReused(UserError):
     """An idempotency key that came before with another request: HTTP 422."""
+
+
+class RateLimited(Unavailable):
+    """A client has asked for as much as it may in this minute."""
 
 
 class CallbackFailed(DiffusionError):

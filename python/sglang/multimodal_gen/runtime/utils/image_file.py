@@ -35,6 +35,9 @@ _FIELD = "image_path"
 MAX_INPUT_PIXELS = 64 * 2**20
 """Larger pictures are refused by their header: 192 MiB of RGB, and no model looks at as much."""
 
+MAX_INPUT_SIDE = 32_768
+"""No model looks at a strip; decoders take more memory for each row than its pixels have."""
+
 # Raster formats only: Pillow would run Ghostscript for EPS.
 _INPUT_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
 # What decoders raise on damaged bytes; Pillow documents OSError alone, its plug-ins know better.
@@ -237,6 +240,11 @@ def _opened(path: Path | str, max_pixels: int) -> Iterator[Image.Image]:
     except _DAMAGE as error:
         raise _damaged(path, error) from error
     with image:
+        if max(image.size) > MAX_INPUT_SIDE:
+            problem = (
+                f"is too large ({image.width}x{image.height}); at most {MAX_INPUT_SIDE} a side."
+            )
+            raise InvalidRequest(_FIELD, str(path), problem)
         if image.width * image.height > max_pixels:
             raise _too_large(path, f"{image.width}x{image.height} pixels", max_pixels)
         yield image

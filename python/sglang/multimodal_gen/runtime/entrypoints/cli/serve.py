@@ -23,6 +23,9 @@ _TITLES = {
     "limits": "the most that one request may ask for",
     "keep": "what is kept, and for how long",
     "store": "what survives the server",
+    "guard": "who may ask, and how much",
+    "fetch": "input pictures by URL",
+    "seeing": "what the server tells of its work",
 }
 
 

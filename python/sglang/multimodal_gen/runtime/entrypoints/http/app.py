@@ -28,7 +28,15 @@ from sglang.multimodal_gen.runtime.entrypoints.http.errors import (
     LastResort,
     add_error_handlers,
 )
-from sglang.multimodal_gen.runtime.entrypoints.http.openapi import without_validation_replies
+from sglang.multimodal_gen.runtime.entrypoints.http.guard import Guard
+from sglang.multimodal_gen.runtime.entrypoints.http.openapi import (
+    with_keys,
+    without_validation_replies,
+)
+from sglang.multimodal_gen.runtime.entrypoints.http.request_facts import RequestFacts
+from sglang.multimodal_gen.runtime.entrypoints.http.request_log import RequestLogger, write_line
+from sglang.multimodal_gen.runtime.entrypoints.http.tracing import TraceRequests
+from sglang.multimodal_gen.runtime.managers.observer import Observer, Observers
 from sglang.multimodal_gen.runtime.utils.errors import StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -42,7 +50,9 @@ class _App(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         """The schema, made once."""
-        return without_validation_replies(super().openapi())
+        if self.openapi_schema is None:
+            self.openapi_schema = with_keys(without_validation_replies(super().openapi()))
+        return self.openapi_schema
 
 
 def create_app(context: Context) -> FastAPI:
@@ -60,7 +70,17 @@ def create_app(context: Context) -> FastAPI:
         app.include_router(room.router)
     add_error_handlers(app)
     app.add_middleware(BodyLimit, max_bytes=int(context.args.limits.max_body_mb * 2**20))
+    # From here on outwards: what is refused here reaches nothing above.
+    app.add_middleware(Guard, guard=context.args.guard)
     app.add_middleware(LastResort)
+    heard = [write_line, context.metrics.answered]
+    observers: list[Observer] = [context.metrics, RequestFacts()]
+    context.metrics.watch(context.lifecycle)
+    if context.tracing is not None:
+        observers.append(context.tracing)
+        app.add_middleware(TraceRequests, tracing=context.tracing)
+    app.add_middleware(RequestLogger, heard=tuple(heard))
+    context.lifecycle.observer = Observers(*observers)
     return app
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import Request
 
 from sglang.multimodal_gen.configs.task_type import DataType
 from sglang.multimodal_gen.runtime.entrypoints.http.errors import ApiError, invalid, not_found
+from sglang.multimodal_gen.runtime.entrypoints.http.metrics import Metrics
+from sglang.multimodal_gen.runtime.entrypoints.http.tracing import Tracing
 from sglang.multimodal_gen.runtime.managers.client_error import ClientError
 from sglang.multimodal_gen.runtime.managers.file_store import FileStore
 from sglang.multimodal_gen.runtime.managers.lifecycle import Lifecycle
 from sglang.multimodal_gen.runtime.managers.service import GenerationService
-from sglang.multimodal_gen.runtime.managers.url_policy import UrlPolicy, check_url
+from sglang.multimodal_gen.runtime.managers.url_policy import UrlPolicy, UrlRefused, check_url
 from sglang.multimodal_gen.runtime.managers.webhooks import WebhookSender
 from sglang.multimodal_gen.runtime.server_args.serving import ServingArgs
 
@@ -31,6 +33,8 @@ class Context:
     args: ServingArgs
     files: FileStore | None
     webhooks: WebhookSender | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+    tracing: Tracing | None = None
 
     def service_for(self, model: str | None, makes: DataType | None = None) -> GenerationService:
         """The service, if it has the model that a request names, and that model ``makes`` it.
@@ -73,8 +77,7 @@ class Context:
         """A webhook that a request names, once it is known that it can be called.
 
         Raises:
-            ApiError: this server sends none.
-            InvalidRequest: it may not be called.
+            ApiError: this server sends none, or it may not be called.
         """
         if url is None:
             return None
@@ -82,7 +85,10 @@ class Context:
             message = "webhook_url: this server sends no webhooks: it has no --webhook-secret"
             error = ClientError(400, message, param="webhook_url", code="no_webhooks")
             raise ApiError(error)
-        check_url(url, webhook_policy(self.args))
+        try:
+            check_url(url, webhook_policy(self.args))
+        except UrlRefused as error:
+            raise invalid("webhook_url", f"webhook_url: {error}", code="url_refused") from error
         return url
 
     def base_url(self, request: Request) -> str:
@@ -92,7 +98,8 @@ class Context:
 
 def webhook_policy(args: ServingArgs) -> UrlPolicy:
     """Where webhooks may go."""
-    return UrlPolicy(field="webhook_url", allow_private=args.store.webhook_allow_private)
+    anywhere = ("0.0.0.0/0", "::/0") if args.store.webhook_allow_private else ()
+    return UrlPolicy(ports=(), networks=anywhere)
 
 
 def context_of(request: Request) -> Context:

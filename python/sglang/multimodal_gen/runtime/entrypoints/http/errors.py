@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sglang.multimodal_gen.runtime.entrypoints.http.request_log import ERROR_CODE_HEADER
 from sglang.multimodal_gen.runtime.managers.client_error import ClientError, client_error
 from sglang.multimodal_gen.runtime.utils.errors import DiffusionError
 
@@ -43,6 +44,8 @@ def answer(error: ClientError) -> JSONResponse:
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     if not error.retry:
         headers["x-should-retry"] = "false"  # OpenAI's clients heed it
+    if error.code is not None:
+        headers[ERROR_CODE_HEADER] = error.code
     return JSONResponse({"error": error.as_object()}, error.status, headers)
 
 

@@ -12,6 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from sglang.multimodal_gen.runtime.entrypoints.http.context import context_of
 from sglang.multimodal_gen.runtime.entrypoints.http.errors import not_found
 from sglang.multimodal_gen.runtime.entrypoints.http.openapi import error_replies
+from sglang.multimodal_gen.runtime.managers.visit import may_see
 
 router = APIRouter(prefix="/v1/files", tags=["files"])
 
@@ -26,6 +27,8 @@ async def get_file(request: Request, file_id: str) -> Response:
     store = context_of(request).files
     known = None if store is None else await run_in_threadpool(store.get, file_id)
     if store is None or known is None or known.expires_at <= time.time():
+        raise not_found("there is no such file, or it has expired")
+    if not may_see(known.client):  # told in the same words: not even that it exists
         raise not_found("there is no such file, or it has expired")
     data = await run_in_threadpool(store.read, file_id)
     if data is None:

@@ -8,7 +8,8 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.concurrency import run_in_threadpool
 
 from sglang.multimodal_gen import __version__
@@ -104,6 +105,20 @@ async def server_info(request: Request) -> dict[str, Any]:
             },
         }
     return info
+
+
+_NUMBERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Prometheus' text format.",
+        "content": {"text/plain": {"schema": {"type": "string"}}},
+    }
+}
+
+
+@router.get("/metrics", response_class=Response, responses=_NUMBERS)
+def metrics(request: Request) -> Response:
+    """Counters, histograms and gauges for Prometheus."""
+    return Response(context_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _public(problem: str) -> str:

@@ -20,11 +20,13 @@ from sglang.multimodal_gen.runtime.entrypoints.http.errors import (
     invalid,
     of_validation,
 )
-from sglang.multimodal_gen.runtime.entrypoints.http.image_fetch import fetch_image
+from sglang.multimodal_gen.runtime.entrypoints.http.image_fetch import ImageFetcher
 from sglang.multimodal_gen.runtime.entrypoints.http.image_schemas import (
     GenerationSettings,
 )
+from sglang.multimodal_gen.runtime.entrypoints.http.json_edit import read_json_edit
 from sglang.multimodal_gen.runtime.managers.client_error import ClientError
+from sglang.multimodal_gen.runtime.server_args.guard_section import FetchArgs
 from sglang.multimodal_gen.runtime.server_args.serving import LimitArgs
 from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest, OutputError
 from sglang.multimodal_gen.runtime.utils.image_file import load_input_image
@@ -74,48 +76,67 @@ class Upload:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-async def read_upload(request: Request, limits: LimitArgs, shape: FormShape) -> Upload:
-    """A multipart body, checked; the caller closes it.
+async def read_upload(
+    request: Request, limits: LimitArgs, fetch: FetchArgs, shape: FormShape
+) -> Upload:
+    """A multipart body, checked, or an edit's as JSON; the caller closes it.
 
     Raises:
         ApiError: another content type, a bad field, or a file that cannot be used.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    fetcher = ImageFetcher(fetch)
+    if kind == "application/json":
+        settings, sources, masks = read_json_edit(await request.body())
+        return await _stored(settings, sources, [], masks, limits, shape, fetcher)
     if kind != "multipart/form-data":
-        message = f"send multipart/form-data with the file field {shape.images[0]!r}"
+        message = f"send multipart/form-data with the file field {shape.images[0]!r}, or JSON"
         raise ApiError(ClientError(415, message, code="unsupported_media"))
     most = limits.max_input_images
     async with request.form(
         max_files=most + 2, max_fields=_MAX_FIELDS + most, max_part_size=2**20
     ) as form:
+        parts = [(name, part) for name, part in form.multi_items() if part != ""]
+        images = [part for name, part in parts if name in shape.images]
+        videos = [(name, part) for name, part in parts if name in shape.videos]
+        masks = [part for name, part in parts if name == shape.mask]
         settings = _settings(form, shape)
-        upload = Upload(settings, await run_in_threadpool(_private_folder))
-        try:
-            given = [part for name, part in form.multi_items() if name in shape.images and part]
-            await _store_images(given, upload, limits, shape)
-            await _store_videos(form, upload, limits, shape)
-            await _store_mask(form, upload, limits, shape)
-        except BaseException:
-            upload.close()
-            raise
-        return upload
+        return await _stored(settings, images, videos, masks, limits, shape, fetcher)
+
+
+async def _stored(
+    settings: GenerationSettings,
+    images: Sequence[UploadFile | str],
+    videos: Sequence[tuple[str, UploadFile | str]],
+    masks: Sequence[UploadFile | str],
+    limits: LimitArgs,
+    shape: FormShape,
+    fetcher: ImageFetcher,
+) -> Upload:
+    upload = Upload(settings, await run_in_threadpool(_private_folder))
+    try:
+        await _store_images(images, upload, limits, shape, fetcher)
+        await _store_videos(videos, upload, limits)
+        await _store_mask(masks, upload, limits, fetcher)
+    except BaseException:
+        upload.close()
+        raise
+    return upload
 
 
 async def read_named(
-    settings: GenerationSettings, addresses: Sequence[str], limits: LimitArgs, shape: FormShape
+    settings: GenerationSettings,
+    addresses: Sequence[str],
+    limits: LimitArgs,
+    fetch: FetchArgs,
+    shape: FormShape,
 ) -> Upload:
     """A body without files, whose pictures are named by their addresses; the caller closes it.
 
     Raises:
         ApiError: one may not be fetched, or cannot be used.
     """
-    upload = Upload(settings, await run_in_threadpool(_private_folder))
-    try:
-        await _store_images(list(addresses), upload, limits, shape)
-    except BaseException:
-        upload.close()
-        raise
-    return upload
+    return await _stored(settings, addresses, [], [], limits, shape, ImageFetcher(fetch))
 
 
 def _private_folder() -> Path:
@@ -159,7 +180,11 @@ def _json_or_text(text: str) -> Any:
 
 
 async def _store_images(
-    given: Sequence[UploadFile | str], upload: Upload, limits: LimitArgs, shape: FormShape
+    given: Sequence[UploadFile | str],
+    upload: Upload,
+    limits: LimitArgs,
+    shape: FormShape,
+    fetcher: ImageFetcher,
 ) -> None:
     name = shape.images[0]
     if not given and shape.required:
@@ -172,27 +197,27 @@ async def _store_images(
             upload.videos.append(await _store_video(part, upload, name, limits))
             continue
         place = upload.folder / f"image-{index}"
-        upload.sizes.append(await _store(part, place, name, limits))
+        upload.sizes.append(await _store(part, place, name, limits, fetcher))
         upload.images.append(place)
 
 
 async def _store_videos(
-    form: FormData, upload: Upload, limits: LimitArgs, shape: FormShape
+    given: Sequence[tuple[str, UploadFile | str]], upload: Upload, limits: LimitArgs
 ) -> None:
-    for name, part in form.multi_items():
-        if name in shape.videos and part:
-            upload.videos.append(await _store_video(part, upload, name, limits))
+    for name, part in given:
+        upload.videos.append(await _store_video(part, upload, name, limits))
     if len(upload.videos) > 1:
         raise invalid("video", "video: is given twice")
 
 
-async def _store_mask(form: FormData, upload: Upload, limits: LimitArgs, shape: FormShape) -> None:
-    masks = [] if shape.mask is None else [part for part in form.getlist(shape.mask) if part]
+async def _store_mask(
+    masks: Sequence[UploadFile | str], upload: Upload, limits: LimitArgs, fetcher: ImageFetcher
+) -> None:
     if len(masks) > 1:
         raise invalid("mask", "mask: is given twice")
     for part in masks:
         place = upload.folder / "mask"
-        if await _store(part, place, "mask", limits) != upload.sizes[0]:
+        if await _store(part, place, "mask", limits, fetcher) != upload.sizes[0]:
             raise invalid("mask", "mask: must have the size of the first image")
         upload.mask = place
 
@@ -207,9 +232,8 @@ async def _store_video(
     """Write a video to a place of its own, and make sure that it can be used."""
     place = upload.folder / f"video-{len(upload.videos)}"
     if isinstance(part, str):
-        await fetch_image(part, place, param)
-    else:
-        await run_in_threadpool(_copy, part, place)
+        raise invalid(param, f"{param}: upload the video as a file")
+    await run_in_threadpool(_copy, part, place)
     most = limits.max_input_video_pixels
     try:
         await run_in_threadpool(load_input_video, place, max_pixels=most)
@@ -219,11 +243,11 @@ async def _store_video(
 
 
 async def _store(
-    part: UploadFile | str, place: Path, param: str, limits: LimitArgs
+    part: UploadFile | str, place: Path, param: str, limits: LimitArgs, fetcher: ImageFetcher
 ) -> tuple[int, int]:
     """Write a picture to ``place``, make sure that it can be used, and return its size."""
     if isinstance(part, str):
-        await fetch_image(part, place, param)
+        await fetcher.fetch(part, place, param)
     else:
         await run_in_threadpool(_copy, part, place)
     try:

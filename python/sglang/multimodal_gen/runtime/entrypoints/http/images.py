@@ -16,6 +16,7 @@ from sglang.multimodal_gen.runtime.entrypoints.http.image_schemas import (
 from sglang.multimodal_gen.runtime.entrypoints.http.image_upload import FormShape, read_upload
 from sglang.multimodal_gen.runtime.entrypoints.http.image_work import ImageWork
 from sglang.multimodal_gen.runtime.entrypoints.http.jobs import JobReply
+from sglang.multimodal_gen.runtime.entrypoints.http.json_edit import json_edit_schema
 from sglang.multimodal_gen.runtime.entrypoints.http.openapi import error_replies
 from sglang.multimodal_gen.runtime.entrypoints.http.request_headers import PARAMETERS
 
@@ -63,7 +64,8 @@ def _edit_body() -> dict[str, Any]:
                             "value": {"image": "(binary)", "prompt": "the same at night", "n": 1}
                         }
                     },
-                }
+                },
+                "application/json": {"schema": json_edit_schema()},
             },
         }
     }
@@ -94,7 +96,7 @@ async def edit(request: Request) -> Any:
     """Make pictures from a text and pictures, for models that take them."""
     context = context_of(request)
     context.service_for(None, DataType.IMAGE)  # nothing is stored for one that cannot be served
-    upload = await read_upload(request, context.args.limits, FORM)
+    upload = await read_upload(request, context.args.limits, context.args.fetch, FORM)
     assert isinstance(upload.settings, ImageSettings)
     work = ImageWork(
         context,

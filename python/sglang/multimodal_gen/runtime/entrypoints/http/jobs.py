@@ -15,6 +15,7 @@ from sglang.multimodal_gen.runtime.entrypoints.http.openapi import error_replies
 from sglang.multimodal_gen.runtime.managers.client_error import ClientError
 from sglang.multimodal_gen.runtime.managers.jobs import JobRecord
 from sglang.multimodal_gen.runtime.managers.service import GenerationService
+from sglang.multimodal_gen.runtime.managers.visit import may_see
 from sglang.multimodal_gen.runtime.utils.errors import Unavailable
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -131,7 +132,7 @@ def _service(request: Request) -> GenerationService:
 
 def _record(service: GenerationService, job_id: str) -> JobRecord:
     record = service.jobs.get(job_id)
-    if record is None:
+    if record is None or not may_see(record.client):
         raise not_found("there is no such job on this server, or its record has expired")
     return record
 

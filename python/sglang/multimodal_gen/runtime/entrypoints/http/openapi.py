@@ -6,8 +6,15 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from sglang.multimodal_gen.runtime.entrypoints.http.guard import OPEN_PATHS
+
 _MEANING = {
     400: ("A value is wrong; `param` names it.", "invalid_request_error", "invalid_value"),
+    401: (
+        "A key is needed, see the WWW-Authenticate header.",
+        "invalid_request_error",
+        "missing_api_key",
+    ),
     403: ("This server does not allow it.", "invalid_request_error", "not_allowed"),
     404: ("There is no such thing here.", "invalid_request_error", "not_found"),
     409: ("The request was cancelled.", "invalid_request_error", "cancelled"),
@@ -73,6 +80,23 @@ def error_replies(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def example_reply(value: Any) -> dict[int | str, dict[str, Any]]:
     """The ``responses`` of a route with an example of its success."""
     return {200: {"content": {"application/json": {"example": value}}}}
+
+
+def with_keys(schema: dict[str, Any]) -> dict[str, Any]:
+    """What every route may answer where clients have keys, added to a schema."""
+    components = schema.setdefault("components", {})
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    refusals = {str(k): v for k, v in error_replies(401, 429).items()}
+    for reply in refusals.values():
+        del reply["model"]
+        reply["content"]["application/json"]["schema"] = {"$ref": "#/components/schemas/ErrorReply"}
+    for path, item in schema["paths"].items():
+        if path in OPEN_PATHS:
+            continue
+        for route in item.values():
+            route["security"] = [{"key": []}, {}]  # {}: a server without keys asks for none
+            route["responses"] = refusals | route["responses"]
+    return schema
 
 
 def without_validation_replies(schema: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from fastapi import Request
 
 from sglang.multimodal_gen.runtime.entrypoints.http.errors import invalid
 from sglang.multimodal_gen.runtime.managers.jobs import IdempotencyKey
+from sglang.multimodal_gen.runtime.managers.visit import current_client
 
 _KEY = "Idempotency-Key"
 _MAX_KEY = 255
@@ -64,4 +65,4 @@ def idempotency_key(
     digest.update(json.dumps(asked, sort_keys=True, default=str).encode())
     for data in files:
         digest.update(hashlib.sha256(data).digest())
-    return IdempotencyKey(key, digest.hexdigest())
+    return IdempotencyKey(key, digest.hexdigest(), scope=current_client() or "")

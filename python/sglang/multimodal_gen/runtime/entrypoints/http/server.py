@@ -17,6 +17,8 @@ from sglang.multimodal_gen.runtime.entrypoints.http.app import create_app
 from sglang.multimodal_gen.runtime.entrypoints.http.context import Context, webhook_policy
 from sglang.multimodal_gen.runtime.entrypoints.http.listening import address_of
 from sglang.multimodal_gen.runtime.entrypoints.http.opening import open_service
+from sglang.multimodal_gen.runtime.entrypoints.http.request_log import start_request_log
+from sglang.multimodal_gen.runtime.entrypoints.http.tracing import Tracing, open_tracing
 from sglang.multimodal_gen.runtime.managers.lifecycle import Lifecycle
 from sglang.multimodal_gen.runtime.managers.storage.opening import (
     Storage,
@@ -55,7 +57,12 @@ def serve(
         CheckpointError: the model's files are incomplete or damaged.
     """
     address = address_of(listener)
-    with contextlib.closing(listener), open_storage(serving) as storage:
+    with (
+        contextlib.closing(listener),
+        open_storage(serving) as storage,
+        _tracing(serving) as tracing,
+    ):
+        start_request_log(serving.seeing.request_log)
         webhooks = webhook_sender(serving, storage)
         quiet_clean_up(storage)
         lifecycle = Lifecycle(
@@ -63,7 +70,7 @@ def serve(
             on_ready=lambda name: tell(f"ready: {name!r} is served at {address}"),
             on_failure=lambda: server.fail(),
         )
-        context = Context(lifecycle, serving, storage.files, webhooks)
+        context = Context(lifecycle, serving, storage.files, webhooks, tracing=tracing)
         server = Server(create_app(context), lifecycle, serving.http)
         tell(f"listening on {address}; the model is loading")
         lifecycle.start()
@@ -79,6 +86,16 @@ def serve(
         return 1
     tell("stopped" if in_time else "stopped; work that took too long was given up")
     return 0
+
+
+@contextlib.contextmanager
+def _tracing(serving: ServingArgs) -> Iterator[Tracing | None]:
+    tracing = open_tracing(serving.seeing.otlp_traces_endpoint)
+    try:
+        yield tracing
+    finally:
+        if tracing is not None:
+            tracing.close()
 
 
 def webhook_sender(serving: ServingArgs, storage: Storage) -> WebhookSender | None:

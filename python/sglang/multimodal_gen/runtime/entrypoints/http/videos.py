@@ -42,6 +42,7 @@ from sglang.multimodal_gen.runtime.entrypoints.http.video_schemas import (
 from sglang.multimodal_gen.runtime.entrypoints.http.video_work import VideoWork
 from sglang.multimodal_gen.runtime.managers.jobs import IdempotencyKey, JobRecord
 from sglang.multimodal_gen.runtime.managers.service import GenerationService
+from sglang.multimodal_gen.runtime.managers.visit import current_visit, may_see
 from sglang.multimodal_gen.runtime.utils.errors import Unavailable
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
@@ -141,8 +142,15 @@ async def list_videos(
     service = _service(context_of(request))
     if after is not None:
         _record(service, after, param="after")
+    visit = current_visit()
+    client = None if visit is None or visit.sees_all else visit.client
     records = await run_in_threadpool(
-        service.jobs.list, kind=KIND, limit=limit + 1, newest_first=order == "desc", after=after
+        service.jobs.list,
+        kind=KIND,
+        limit=limit + 1,
+        newest_first=order == "desc",
+        after=after,
+        client=client,
     )
     page = [_shown(record) for record in records[:limit]]
     return VideoList(
@@ -220,7 +228,7 @@ async def _read(request: Request, context: Context) -> Upload:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     limits = context.args.limits
     if kind == "multipart/form-data":
-        return await read_upload(request, limits, FORM)
+        return await read_upload(request, limits, context.args.fetch, FORM)
     if kind not in ("application/json", ""):
         raise invalid(None, "send application/json or multipart/form-data")
     try:
@@ -228,7 +236,8 @@ async def _read(request: Request, context: Context) -> Upload:
     except ValidationError as error:
         raise ApiError(of_validation(error.errors()[0])) from error  # type: ignore[arg-type]
     address = settings.reference_address
-    return await read_named(settings, [] if address is None else [address], limits, FORM)
+    addresses = [] if address is None else [address]
+    return await read_named(settings, addresses, limits, context.args.fetch, FORM)
 
 
 def _service(context: Context) -> GenerationService:
@@ -240,7 +249,7 @@ def _service(context: Context) -> GenerationService:
 
 def _record(service: GenerationService, video_id: str, param: str | None = None) -> JobRecord:
     record = service.jobs.get(video_id)
-    if record is None or record.kind != KIND:
+    if record is None or record.kind != KIND or not may_see(record.client):
         raise not_found("there is no such video on this server, or it has expired", param=param)
     return record
 

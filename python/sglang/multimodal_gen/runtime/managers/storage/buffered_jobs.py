@@ -56,9 +56,12 @@ class BufferedJobStore:
         limit: int = 100,
         newest_first: bool = True,
         after: str | None = None,
+        client: str | None = None,
     ) -> builtins.list[JobRecord]:
         """Records by age, with what was not written yet."""
-        found = self.inner.list(kind=kind, limit=limit, newest_first=newest_first, after=after)
+        found = self.inner.list(
+            kind=kind, limit=limit, newest_first=newest_first, after=after, client=client
+        )
         with self._lock:
             later = {job_id: changes for job_id, (_, changes) in self._later.items()}
         return [r if r.final else dataclasses.replace(r, **later.get(r.id, {})) for r in found]

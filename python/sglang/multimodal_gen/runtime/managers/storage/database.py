@@ -79,6 +79,7 @@ jobs = Table(
     Column("attempts", Integer, nullable=False),
     Column("resumed_at_step", Integer),
     Column("webhook", Text),
+    Column("client", String(128)),
     Index("jobs_by_status", "status", "owner"),
     Index("jobs_by_expiry", "expires_at"),
     Index("jobs_by_age", "kind", "created_at"),
@@ -91,6 +92,7 @@ files = Table(
     Column("media_type", String(128), nullable=False),
     Column("size", Integer, nullable=False),
     Column("expires_at", Double, nullable=False, index=True),
+    Column("client", String(128)),
 )  # fmt: skip
 
 idempotency_keys = Table(

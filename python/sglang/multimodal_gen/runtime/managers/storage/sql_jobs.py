@@ -66,12 +66,15 @@ class SqlJobStore:
         limit: int = 100,
         newest_first: bool = True,
         after: str | None = None,
+        client: str | None = None,
     ) -> builtins.list[JobRecord]:
         """Records by age."""
         age = (jobs.c.created_at, jobs.c.id)
         query = select(jobs).order_by(*(c.desc() for c in age) if newest_first else age)
         if kind is not None:
             query = query.where(jobs.c.kind == kind)
+        if client is not None:
+            query = query.where(jobs.c.client == client)
         with self.database.read() as connection:
             if after is not None:
                 last = _read(connection, after)

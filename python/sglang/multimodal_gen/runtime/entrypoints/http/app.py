@@ -19,6 +19,7 @@ from sglang.multimodal_gen.runtime.entrypoints.http import (
     jobs,
     loras,
     models,
+    page,
 )
 from sglang.multimodal_gen.runtime.entrypoints.http.context import Context
 from sglang.multimodal_gen.runtime.entrypoints.http.errors import (
@@ -29,7 +30,7 @@ from sglang.multimodal_gen.runtime.entrypoints.http.errors import (
 from sglang.multimodal_gen.runtime.entrypoints.http.openapi import without_validation_replies
 
 SWEEP_SECONDS = 0.5
-_ROOMS = (images, models, jobs, loras, files, health)
+_ROOMS = (images, models, jobs, loras, files, health, page)
 
 
 class _App(FastAPI):

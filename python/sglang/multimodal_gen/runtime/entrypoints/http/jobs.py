@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 from pydantic import BaseModel
 
 from sglang.multimodal_gen.runtime.entrypoints.http.context import context_of
 from sglang.multimodal_gen.runtime.entrypoints.http.errors import not_found
+from sglang.multimodal_gen.runtime.entrypoints.http.job_events import events_of
 from sglang.multimodal_gen.runtime.entrypoints.http.openapi import error_replies, example_reply
 from sglang.multimodal_gen.runtime.managers.jobs import JobRecord
 from sglang.multimodal_gen.runtime.managers.service import GenerationService
@@ -58,6 +60,32 @@ _EXAMPLE = {
 async def get_job(request: Request, job_id: str) -> JobReply:
     """The state of a job: queued, in_progress, completed, failed or cancelled."""
     return _reply(_record(_service(request), job_id))
+
+
+_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "`job.queued`, `job.in_progress`, ... with the job as data; the last one is "
+        "final. `error` if the record goes before that.",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    },
+    204: {"description": "`Last-Event-ID` was the end: there is nothing to come back for."},
+}
+
+
+@router.get(
+    "/{job_id}/events", response_class=Response, responses=_EVENTS | error_replies(404, 503)
+)
+async def job_events(request: Request, job_id: str) -> Response:
+    """A job as server-sent events: first its state, then each change until it has ended."""
+    service = _service(request)
+    record = _record(service, job_id)
+    return events_of(
+        context_of(request),
+        request,
+        record,
+        lambda: service.jobs.get(job_id),
+        lambda record: _reply(record).model_dump(),
+    )
 
 
 @router.post(

@@ -165,7 +165,7 @@ const THEMES = ["auto", "light", "dark"];
 function paintTheme(theme) {
   document.documentElement.dataset.theme = theme;
   const name = theme[0].toUpperCase() + theme.slice(1);
-  byId("theme").textContent = name;
+  byId("theme").textContent = `◐ ${name}`;
   byId("theme").setAttribute("aria-label", `Colours: ${theme === "auto" ? "as the system" : theme}`);
 }
 

@@ -86,7 +86,9 @@ export function sliderField(name, text, { whole = true, min, soft, step = 1, hel
     input.dispatchEvent(new Event("change", { bubbles: true }));
   });
   input.addEventListener("input", paint);
-  input.replaceWith(el("div", { className: "slider" }, slider, input));
+  const row = el("div", { className: "slider" }, slider);
+  input.replaceWith(row);
+  row.append(input);
   return {
     ...field,
     set: (value) => {

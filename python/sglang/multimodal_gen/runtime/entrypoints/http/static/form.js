@@ -10,7 +10,7 @@ const LABELS = {
   num_inference_steps: "Steps", guidance_scale: "Guidance", true_cfg_scale: "True CFG", max_sequence_length: "Text tokens",
   num_frames: "Frames", fps: "Frames per second", seconds: "Seconds", n: "Pictures",
 };
-const FIRST = ["num_inference_steps", "guidance_scale", "true_cfg_scale", "num_frames", "fps", "seconds"];
+const FIRST = ["num_inference_steps", "guidance_scale", "true_cfg_scale", "num_frames", "fps"];
 const OWN = new Set(["prompt", "negative_prompt", "seed", "num_outputs_per_prompt", "height", "width", "task_type", "lora"]);
 
 const spoken = (name) => LABELS[name] || (name[0].toUpperCase() + name.slice(1)).replaceAll("_", " ");
@@ -45,12 +45,13 @@ export class Form {
     const limit = card.limits.prompt_characters;
     const main = [make.textArea("prompt", "Prompt", { rows: 4, limit, placeholder: "What to make", help: helpOf("prompt") })];
     if (settings.has("negative_prompt")) {
-      main.push(make.textArea("negative_prompt", "Keep away from", { rows: 1, limit, placeholder: "Negative prompt", help: helpOf("negative_prompt") }));
+      main.push(make.textArea("negative_prompt", "Negative prompt", { rows: 1, limit, placeholder: "What to keep away from", help: helpOf("negative_prompt") }));
     }
     if (card.tasks.length > 1) main.push(this.taskField());
     main.push(...this.uploadFields());
     if (settings.has("width")) main.push(sizeField(card));
     const grid = FIRST.filter((name) => settings.has(name)).map((name) => this.generic(settings.get(name)));
+    if (card.tasks.some((task) => task.makes === "video")) grid.push(this.secondsField());
     grid.push(this.countField(), make.seedField("seed", helpOf("seed")));
     grid.push(make.segments("output_format", "Format", [["png", "PNG"], ["jpeg", "JPEG"], ["webp", "WebP"]]));
     if (settings.has("lora") && adapters.length) main.push(adapterField(adapters));
@@ -91,7 +92,11 @@ export class Form {
   }
 
   countField() {
-    return make.numberField("n", LABELS.n, { whole: true, min: 1, max: this.card.limits.images, help: "Picture k has seed + k." });
+    return make.sliderField("n", LABELS.n, { min: 1, soft: this.card.limits.images, help: "Picture k has seed + k." });
+  }
+
+  secondsField() {
+    return make.numberField("seconds", LABELS.seconds, { min: 0, placeholder: "by frames", help: "In place of a count of frames." });
   }
 
   generic(setting) {
@@ -120,7 +125,7 @@ export class Form {
     };
     for (const name of ["image", "mask"]) shown(name, task.image !== "no");
     for (const name of ["n", "output_format", "output_compression"]) shown(name, !this.makesVideo);
-    for (const name of ["num_frames", "fps", "seconds"]) shown(name, this.makesVideo);
+    for (const name of ["num_frames", "num_frames_round_down", "fps", "seconds"]) shown(name, this.makesVideo);
     byId("run").firstElementChild.textContent = this.makesVideo ? "Generate video" : "Generate";
   }
 
@@ -134,6 +139,10 @@ export class Form {
       if (value !== undefined && !idle) values[field.name] = value;
     }
     if (this.card.tasks.length < 2) delete values.task_type;
+    if (values.seconds !== undefined) {
+      values.seconds = String(values.seconds); // as OpenAI has it
+      delete values.num_frames;
+    }
     if (!values.output_format || values.output_format === "png") delete values.output_compression;
     return values;
   }

@@ -17,12 +17,13 @@ export class RunView {
     this.status = el("span", { className: "status" });
     this.clock = el("span", { className: "hint clock" });
     this.prompt = el("p", { className: "run-prompt" });
+    this.facts = el("p", { className: "hint run-facts" });
     this.problem = el("p", { className: "error", role: "alert", hidden: true });
     this.warnings = el("ul", { className: "warnings" });
     this.buttons = el("div", { className: "run-buttons" });
     this.node = el("article", { className: "run" }, this.tiles,
       el("div", { className: "run-side" }, el("div", { className: "run-line" }, this.status, this.clock), this.bar,
-        this.prompt, this.problem, this.warnings, this.buttons));
+        this.prompt, this.facts, this.problem, this.warnings, this.buttons));
     this.ticking = setInterval(() => this.tick(), 250);
   }
 
@@ -45,6 +46,8 @@ export class RunView {
   begin(run) {
     this.run = run;
     this.prompt.textContent = run.values.prompt || "";
+    const { size, num_inference_steps: steps } = run.values;
+    this.facts.textContent = [size?.replace("x", " × "), steps && `${steps} steps`].filter(Boolean).join(" · ");
     const [width, height] = (run.values.size || "1x1").split("x").map(Number);
     this.tiles.dataset.count = String(Math.min(run.count, 4));
     this.tiles.replaceChildren(...Array.from({ length: run.count }, (_, index) => {
@@ -101,7 +104,7 @@ export class RunView {
     const warnings = [...new Set(run.works.flatMap((work) => work.warnings || []))];
     this.warnings.replaceChildren(...warnings.map((text) => el("li", {}, text)));
     const seeds = run.works.map((work) => work.seed).filter((seed) => seed !== undefined);
-    if (seeds.length) this.status.textContent += ` · seed ${seeds.join(", ")}`;
+    if (seeds.length) this.facts.textContent += ` · seed ${seeds.join(", ")}`;
     const buttons = [];
     if (run.state !== "done") buttons.push(el("button", { type: "button", onclick: () => this.act.retry(run, this) }, "Try again"));
     buttons.push(el("button", { type: "button", className: "quiet", onclick: () => this.act.dismiss(this) }, "Dismiss"));

@@ -3,10 +3,12 @@
 import { byId, el, seconds, when } from "./dom.js";
 
 const NAMES = {
-  negative_prompt: "Keep away from", num_inference_steps: "Steps", guidance_scale: "Guidance", true_cfg_scale: "True CFG",
-  lora: "Adapters", task_type: "Task", fps: "Frames per second", num_frames: "Frames",
+  negative_prompt: "Negative prompt", num_inference_steps: "Steps", guidance_scale: "Guidance", true_cfg_scale: "True CFG",
+  lora: "Adapters", task_type: "Task", fps: "Frames per second", num_frames: "Frames", max_sequence_length: "Text tokens",
 };
 const HIDDEN = new Set(["prompt", "seed", "size", "n", "output_format", "width", "height"]);
+
+const LARGEST = 5; // times its own size: more is blur
 
 export class Viewer {
   /** `act` has reuse(work), useSeed(work), remove(work), next(work, by), closed(work). */
@@ -36,9 +38,11 @@ export class Viewer {
     this.work = work;
     this.url = URL.createObjectURL(work.blob);
     const video = work.kind === "video";
-    byId("viewer-stage").replaceChildren(video
+    const shown = video
       ? el("video", { src: this.url, controls: true, loop: true, autoplay: true, playsInline: true, "aria-label": work.prompt })
-      : el("img", { src: this.url, alt: work.prompt }));
+      : el("img", { src: this.url, alt: work.prompt });
+    shown.style.maxWidth = `${LARGEST * (Number((work.size || "").split("x")[0]) || 4096)}px`;
+    byId("viewer-stage").replaceChildren(shown);
     byId("viewer-title").textContent = video ? "Video" : "Picture";
     byId("viewer-prompt").textContent = work.prompt || "(no prompt)";
     byId("viewer-facts").replaceChildren(...facts(work).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));

@@ -2,7 +2,7 @@
 
 import { ApiError, apiKey, getJson, onKeyWanted } from "./api.js";
 import { announce, byId, el, showError } from "./dom.js";
-import { Form } from "./form.js";
+import { FILES, Form } from "./form.js";
 import { Gallery } from "./gallery.js";
 import { ImageRun, VideoRun } from "./run.js";
 import { RunView } from "./runview.js";
@@ -213,7 +213,7 @@ ideas();
 onKeyWanted(askForKey);
 byId("theme").onclick = nextTheme;
 byId("clear").onclick = clearAll;
-byId("reset").onclick = () => form?.reset({ keep: ["prompt", "image", "mask"] });
+byId("reset").onclick = () => form?.reset({ keep: ["prompt", ...FILES] });
 byId("key-button").onclick = () => askForKey(false);
 byId("form").addEventListener("submit", (event) => {
   event.preventDefault();

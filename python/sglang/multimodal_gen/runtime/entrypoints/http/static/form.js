@@ -8,10 +8,12 @@ import { uploadField } from "./uploads.js";
 
 const LABELS = {
   num_inference_steps: "Steps", guidance_scale: "Guidance", true_cfg_scale: "True CFG", max_sequence_length: "Text tokens",
-  num_frames: "Frames", fps: "Frames per second", seconds: "Seconds", n: "Pictures",
+  num_frames: "Frames", fps: "Frames per second", seconds: "Seconds", n: "Outputs",
 };
 const FIRST = ["num_inference_steps", "guidance_scale", "true_cfg_scale", "num_frames", "fps"];
 const OWN = new Set(["prompt", "negative_prompt", "seed", "num_outputs_per_prompt", "height", "width", "task_type", "lora"]);
+
+export const FILES = ["image", "mask", "video"];
 
 const spoken = (name) => LABELS[name] || (name[0].toUpperCase() + name.slice(1)).replaceAll("_", " ");
 
@@ -23,10 +25,14 @@ export class Form {
     this.settings = new Map(card.settings.map((setting) => [setting.name, setting]));
     this.key = `sglang-form:${card.id}`;
     this.build(adapters);
+    const kept = localStorage.getItem(this.key);
     this.reset();
-    this.restore();
+    this.restore(kept);
     byId("form").addEventListener("change", () => this.changed());
-    byId("form").addEventListener("input", (event) => this.forget(event.target));
+    byId("form").addEventListener("input", (event) => {
+      this.forget(event.target);
+      this.changed();
+    });
   }
 
   /** What the chosen task makes and takes. */
@@ -83,12 +89,18 @@ export class Form {
 
   uploadFields() {
     const { card } = this;
-    if (!card.tasks.some((task) => task.image !== "no")) return [];
-    const image = uploadField("image", "Pictures", {
-      most: card.limits.input_images, maxBytes: card.limits.body_bytes, required: () => this.task.image === "must",
-    });
-    const mask = card.accepts_mask ? [uploadField("mask", "Mask", { maxBytes: card.limits.body_bytes })] : [];
-    return [image, ...mask];
+    const maxBytes = card.limits.body_bytes;
+    const fields = [];
+    if (card.tasks.some((task) => task.image !== "no")) {
+      fields.push(uploadField("image", "Pictures", {
+        most: card.limits.input_images, maxBytes, required: () => this.task.image === "must",
+      }));
+      if (card.accepts_mask) fields.push(uploadField("mask", "Mask", { maxBytes }));
+    }
+    if (card.tasks.some((task) => task.video !== "no")) {
+      fields.push(uploadField("video", "Video", { maxBytes, accept: "video/*", required: () => this.task.video === "must" }));
+    }
+    return fields;
   }
 
   countField() {
@@ -124,7 +136,8 @@ export class Form {
       if (field) field.node.hidden = !yes;
     };
     for (const name of ["image", "mask"]) shown(name, task.image !== "no");
-    for (const name of ["n", "output_format", "output_compression"]) shown(name, !this.makesVideo);
+    shown("video", task.video !== "no");
+    for (const name of ["output_format", "output_compression"]) shown(name, !this.makesVideo);
     for (const name of ["num_frames", "num_frames_round_down", "fps", "seconds"]) shown(name, this.makesVideo);
     byId("run").firstElementChild.textContent = this.makesVideo ? "Generate video" : "Generate";
   }
@@ -155,7 +168,7 @@ export class Form {
 
   /** Settings of an earlier work: what it does not say goes back to the default. */
   reuse(values) {
-    this.reset({ keep: ["image", "mask"] });
+    this.reset({ keep: FILES });
     this.set(values);
   }
 
@@ -177,7 +190,7 @@ export class Form {
   changed() {
     const values = {};
     for (const [name, field] of this.fields) {
-      if (name === "image" || name === "mask") continue;
+      if (FILES.includes(name)) continue;
       try {
         values[name] = field.get() ?? null;
       } catch {
@@ -187,9 +200,9 @@ export class Form {
     localStorage.setItem(this.key, JSON.stringify(values));
   }
 
-  restore() {
+  restore(kept) {
     try {
-      this.set(JSON.parse(localStorage.getItem(this.key)) || {});
+      this.set(JSON.parse(kept) || {});
     } catch {
       localStorage.removeItem(this.key);
     }

@@ -2,11 +2,11 @@
 // A run tells its view what changes by calling `changed`; it knows nothing of the page.
 
 import { ApiError, events, getJson, jobStates, request, unparse } from "./api.js";
+import { FILES } from "./form.js";
 import * as store from "./store.js";
 import { thumbnail } from "./thumbnail.js";
 
 const PREVIEWS = 3;
-const FILES = ["image", "mask"];
 
 /** Settings without what cannot be kept as JSON. */
 export const plain = (values) => Object.fromEntries(Object.entries(values).filter(([name]) => !FILES.includes(name)));
@@ -79,7 +79,7 @@ export class Run {
   async made(index, blob, facts) {
     if (this.over) return;
     const work = {
-      id: `${this.jobId}-${index}`, created: Date.now(), model: this.card.id, prompt: this.values.prompt || "", blob,
+      id: `${this.jobId}-${index}`, created: Date.now() + index / 1000, model: this.card.id, prompt: this.values.prompt || "", blob,
       settings: { ...plain(this.values), n: 1, seed: facts.seed === undefined ? undefined : String(facts.seed) },
       thumb: await thumbnail(blob), took: (Date.now() - this.created) / 1000, ...facts,
     };
@@ -88,8 +88,8 @@ export class Run {
   }
 
   body() {
-    const { image, mask, ...values } = this.values;
-    return { body: { ...values, model: this.card.id }, image, mask };
+    const { image, mask, video, ...values } = this.values;
+    return { body: { ...values, model: this.card.id }, image, mask, video };
   }
 }
 
@@ -145,23 +145,24 @@ export class VideoRun extends Run {
       if (job?.status === "failed") throw new ApiError(500, job.error || {});
       if (job?.status === "cancelled") return void this.to("cancelled");
       if (job?.status !== "completed") throw new ApiError(404, { message: "The video's record has expired." });
-      const response = await request(`v1/videos/${id}/content`);
-      const blob = await response.blob();
-      const result = (job.results || [])[0] || {};
-      await this.made(0, blob, { kind: "video", seed: result.seed, size: result.size || this.values.size, format: formatOf(blob), warnings: job.warnings });
+      for (const [index, { seed }] of job.results.entries()) {
+        const response = await request(`v1/videos/${id}/content${index ? `?index=${index}` : ""}`);
+        const blob = await response.blob();
+        const kind = blob.type.startsWith("video/") ? "video" : "image"; // GIF and WebP move by themselves
+        await this.made(index, blob, { kind, seed, size: this.values.size, format: formatOf(blob), warnings: job.warnings });
+      }
     } finally {
       if (this.over || !this.aborting.signal.aborted) await store.jobs.remove(this.jobId);
     }
   }
 
   async begin() {
-    const { body, image } = this.body();
-    delete body.output_format;
+    const { body, image, video } = this.body();
     const { signal } = this.aborting;
-    const video = image
-      ? await getJson("v1/videos", { method: "POST", form: multipart(body, { input_reference: image }), signal })
+    const begun = image || video
+      ? await getJson("v1/videos", { method: "POST", form: multipart(body, { input_reference: image, video }), signal })
       : await getJson("v1/videos", { method: "POST", json: body, signal });
-    this.jobId = video.id;
+    this.jobId = begun.id;
     await store.jobs.keep({ id: this.jobId, model: this.card.id, values: plain(this.values), created: this.created });
   }
 

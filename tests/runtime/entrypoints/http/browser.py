@@ -36,7 +36,9 @@ def launched() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def visit(browser: Any, url: str, *, allowed: tuple[str, ...] = (), **options: Any) -> Iterator[Any]:
+def visit(
+    browser: Any, url: str, *, allowed: tuple[str, ...] = (), **options: Any
+) -> Iterator[Any]:
     """A page that is ready; a complaint of the page or the browser fails the test.
 
     ``allowed`` are parts of complaints that the test causes.
@@ -83,8 +85,9 @@ def works(page: Any) -> list[dict[str, Any]]:
         """() => new Promise((resolve) => {
           indexedDB.open("sglang-gallery").onsuccess = (opened) => {
             const store = opened.target.result.transaction("works").objectStore("works");
+            const plain = ({ blob, thumb, ...work }) => ({ ...work, bytes: blob.size });
             store.index("created").getAll().onsuccess = (all) => resolve(
-              all.target.result.reverse().map(({ blob, thumb, ...work }) => ({ ...work, bytes: blob.size })));
+              all.target.result.reverse().map(plain));
           };
         })"""
     )

@@ -37,7 +37,9 @@ def heard(live, job_id, last_event_id=None) -> list[dict]:
 def parsed(text: str) -> list[dict]:
     found = []
     for block in text.split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in block.splitlines() if line[:1] not in ("", ":"))
+        fields = dict(
+            line.split(": ", 1) for line in block.splitlines() if line[:1] not in ("", ":")
+        )
         if "data" in fields:
             found.append(fields | {"data": json.loads(fields["data"])})
     return found
@@ -51,7 +53,9 @@ def test_a_job_is_told_from_where_it_is_to_its_end(start, monkeypatch):
     events = heard(live, second.id)
     assert events[0]["event"] == "job.queued"  # a snapshot, and true: the first one runs
     assert events[-1]["event"] == "job.completed"
-    assert [e["data"]["status"] for e in events] == [e["event"].removeprefix("job.") for e in events]
+    assert [e["data"]["status"] for e in events] == [
+        e["event"].removeprefix("job.") for e in events
+    ]
     progress = [event["data"]["progress"] for event in events]
     assert progress == sorted(progress)
     assert progress[-1] == 100

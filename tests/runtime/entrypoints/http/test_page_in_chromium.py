@@ -166,7 +166,8 @@ def test_errors_stand_by_the_field_that_they_name(open_page):
             page.locator(f"input[name={name}]").fill(str(value)) if name != (
                 "max_sequence_length"
             ) else page.evaluate(
-                "v => { document.querySelector('input[name=max_sequence_length]').value = v }", value
+                "v => { document.querySelector('input[name=max_sequence_length]').value = v }",
+                value,
             )
             page.get_by_label("Prompt", exact=True).fill("a fox")
             page.keyboard.press("Control+Enter")
@@ -254,7 +255,10 @@ def test_keys_walk_the_gallery_and_the_viewer(open_page):
         page.locator(".gallery .work").first.focus()
         page.keyboard.press("ArrowRight")
         page.keyboard.press("ArrowRight")
-        assert page.evaluate("[...document.querySelectorAll('.work')].indexOf(document.activeElement)") == 2
+        assert (
+            page.evaluate("[...document.querySelectorAll('.work')].indexOf(document.activeElement)")
+            == 2
+        )
         page.keyboard.press("ArrowLeft")
         # One stop for Tab, wherever one was.
         assert page.locator(".gallery [tabindex='0']").count() == 1
@@ -282,7 +286,15 @@ def test_tab_goes_through_the_form_in_reading_order(open_page):
         for _ in range(14):
             page.keyboard.press("Tab")
             names.append(page.evaluate("document.activeElement.name || document.activeElement.id"))
-        wanted = ["negative_prompt", "width", "height", "num_inference_steps", "guidance_scale", "n", "seed"]
+        wanted = [
+            "negative_prompt",
+            "width",
+            "height",
+            "num_inference_steps",
+            "guidance_scale",
+            "n",
+            "seed",
+        ]
         assert [name for name in names if name in wanted] == wanted
 
 
@@ -292,7 +304,7 @@ def test_everything_to_use_has_a_name(open_page):
         done(page)
         nameless = page.evaluate(
             """() => [...document.querySelectorAll('button, input, select, textarea, a')]
-              .filter((node) => !node.closest('[hidden]') && node.getAttribute('aria-hidden') !== 'true')
+              .filter((node) => !node.closest('[hidden], [aria-hidden=true]'))
               .filter((node) => !(node.labels?.length || node.getAttribute('aria-label')
                 || node.textContent.trim()))
               .map((node) => node.outerHTML)"""
@@ -310,7 +322,9 @@ def test_a_phone_of_320_pixels_has_no_sideways_scroll(open_page):
         page.locator(".gallery .work").first.click()
         box = page.get_by_role("dialog").bounding_box()
         assert box["width"] == 320
-        assert page.locator("#viewer-delete").evaluate("n => n.getBoundingClientRect().right <= 320")
+        assert page.locator("#viewer-delete").evaluate(
+            "n => n.getBoundingClientRect().right <= 320"
+        )
         page.keyboard.press("Escape")
         assert page.locator("#run").bounding_box()["height"] >= 36
 

@@ -1,4 +1,4 @@
-"""The page before a server that makes videos: real jobs, and video routes that serve a fixed clip."""
+"""The page before a server that makes videos: real jobs, and routes that serve a fixed clip."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def studio(start, clip):
     async def create(request: Request):
         if request.headers["content-type"].startswith("multipart"):
             async with request.form() as form:
-                body = {name: value for name, value in form.multi_items()}
+                body = dict(form.multi_items())
         else:
             body = await request.json()
         live.bodies.append(body)
@@ -103,7 +103,8 @@ def test_a_video_is_a_job_with_progress_and_then_plays(browser, studio):
         ask(page, "snow", num_inference_steps=20, num_frames=9, fps=12)
         page.locator(".run[data-state=running]").wait_for()
         page.wait_for_function(
-            "() => Number(document.querySelector('[role=progressbar]').getAttribute('aria-valuenow')) > 20"
+            "() => Number(document.querySelector('[role=progressbar]')"
+            ".getAttribute('aria-valuenow')) > 20"
         )
         page.locator(".gallery .work .badge").wait_for()
         (body,) = studio.bodies
@@ -112,9 +113,7 @@ def test_a_video_is_a_job_with_progress_and_then_plays(browser, studio):
         assert (work["kind"], work["seed"], work["format"]) == ("video", 5, "mp4")
         assert page.locator(".gallery .work img").evaluate("node => node.naturalWidth") == 64
         page.locator(".gallery .work").click()
-        page.wait_for_function(
-            "() => document.querySelector('#viewer video')?.videoWidth === 64"
-        )
+        page.wait_for_function("() => document.querySelector('#viewer video')?.videoWidth === 64")
         assert page.locator("#viewer video").evaluate("node => node.controls")
     finally:
         visiting.__exit__(None, None, None)

@@ -29,6 +29,7 @@ from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 COMMANDS = {
     "generate": "make pictures from prompts",
     "serve": "serve a model over HTTP, with OpenAI's API",
+    "bench": "measure a server under load",
     "models": "list the model families and paths known; explain a pipeline",
     "new-model": "write the files of a new model family",
     "verify": "compare a family with its reference, step by step",

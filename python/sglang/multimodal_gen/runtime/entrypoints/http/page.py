@@ -85,7 +85,7 @@ def _served(request: Request, name: str) -> Response:
 @functools.cache
 def _assets() -> Mapping[str, _Asset]:
     """All files of the page by name."""
-    folder = resources.files(__package__).joinpath("static")
+    folder = resources.files("sglang.multimodal_gen.runtime.entrypoints.http") / "static"
     found = {}
     for file in folder.iterdir():
         media_type = _TYPES.get(file.name.rpartition(".")[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections import Counter
@@ -28,7 +29,7 @@ def test_a_plan_is_the_same_for_the_same_seed_and_another_for_another():
 
 def test_arrivals_are_a_poisson_process():
     times = [0.0, *(arrival.at for arrival in planned())]
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
     assert min(gaps) >= 0
     assert statistics.mean(gaps) == pytest.approx(1 / 5, rel=0.1)
     assert statistics.stdev(gaps) == pytest.approx(1 / 5, rel=0.15)  # an exponential's: its mean

@@ -73,7 +73,7 @@ class StubRunner:
             self.on_step(batch, step)
             for image, count in enumerate(batch.previews):
                 if count:
-                    pixels = np.full((4, 6, 3), batch.seeds[image], dtype=np.uint8)
+                    pixels = np.full((4, 6, 3), batch.seeds[image] % 256, dtype=np.uint8)
                     batch.control.show(Preview(image, step + 1, total, pixels))
             batch.control.report("denoise", step + 1, total, "denoising")
         error = self.fail(batch)

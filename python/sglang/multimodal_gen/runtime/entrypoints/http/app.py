@@ -20,6 +20,7 @@ from sglang.multimodal_gen.runtime.entrypoints.http import (
     jobs,
     loras,
     models,
+    page,
     videos,
 )
 from sglang.multimodal_gen.runtime.entrypoints.http.context import Context
@@ -42,7 +43,7 @@ from sglang.multimodal_gen.runtime.utils.errors import StoreUnavailable
 logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.5
-_ROOMS = (images, videos, models, jobs, loras, files, health)
+_ROOMS = (images, videos, models, jobs, loras, files, health, page)
 
 
 class _App(FastAPI):

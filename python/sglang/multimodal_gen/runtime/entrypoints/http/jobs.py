@@ -11,6 +11,7 @@ from starlette.concurrency import run_in_threadpool
 
 from sglang.multimodal_gen.runtime.entrypoints.http.context import context_of
 from sglang.multimodal_gen.runtime.entrypoints.http.errors import ApiError, invalid, not_found
+from sglang.multimodal_gen.runtime.entrypoints.http.job_events import events_of
 from sglang.multimodal_gen.runtime.entrypoints.http.openapi import error_replies, example_reply
 from sglang.multimodal_gen.runtime.managers.client_error import ClientError
 from sglang.multimodal_gen.runtime.managers.jobs import JobRecord
@@ -100,6 +101,32 @@ async def get_content(
         raise not_found("the output has expired")
     headers = {"cache-control": "private", "x-content-type-options": "nosniff"}
     return Response(data, media_type=result["content_type"], headers=headers)
+
+
+_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "`job.queued`, `job.in_progress`, ... with the job as data; the last one is "
+        "final. `error` if the record goes before that.",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    },
+    204: {"description": "`Last-Event-ID` was the end: there is nothing to come back for."},
+}
+
+
+@router.get(
+    "/{job_id}/events", response_class=Response, responses=_EVENTS | error_replies(404, 503)
+)
+async def job_events(request: Request, job_id: str) -> Response:
+    """A job as server-sent events: first its state, then each change until it has ended."""
+    service = _service(request)
+    record = _record(service, job_id)
+    return events_of(
+        context_of(request),
+        request,
+        record,
+        lambda: service.jobs.get(job_id),
+        lambda record: _reply(record).model_dump(),
+    )
 
 
 @router.post(

@@ -93,7 +93,7 @@ class Metrics(Observer):
         if error is None:
             finished = result.result()
             self.jobs.labels(kind, "completed").inc()
-            self.images.inc(len(finished.images))
+            self.images.inc(max(len(finished.results), len(finished.images) + len(finished.videos)))
             self.queue_seconds.observe(max(0.0, finished.queue_seconds))
             self.job_seconds.observe(max(0.0, finished.run_seconds))
         elif isinstance(error, Cancelled):

@@ -7,9 +7,18 @@ from pydantic import BaseModel
 
 from sglang.multimodal_gen.runtime.entrypoints.http.context import context_of
 from sglang.multimodal_gen.runtime.entrypoints.http.errors import not_found
+from sglang.multimodal_gen.runtime.entrypoints.http.model_settings import (
+    ModelLimits,
+    SettingCard,
+    TaskCard,
+    limits_of,
+    settings_of,
+    tasks_of,
+)
 from sglang.multimodal_gen.runtime.entrypoints.http.openapi import error_replies, example_reply
 from sglang.multimodal_gen.runtime.managers.client_error import PATH_SETTINGS
 from sglang.multimodal_gen.runtime.managers.service import GenerationService
+from sglang.multimodal_gen.runtime.server_args.serving import LimitArgs
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
@@ -31,6 +40,10 @@ class ModelCard(BaseModel):
     size_multiple: int | None
     max_pixels: int
     parameters: list[str]
+    settings: list[SettingCard]
+    tasks: list[TaskCard]
+    accepts_mask: bool
+    limits: ModelLimits
 
 
 class ModelList(BaseModel):
@@ -55,6 +68,25 @@ _EXAMPLE = {
     "size_multiple": 16,
     "max_pixels": 16777216,
     "parameters": ["prompt", "negative_prompt", "seed"],
+    "settings": [
+        {
+            "name": "num_inference_steps",
+            "kind": "integer",
+            "default": 20,
+            "help": "Denoising steps.",
+            "choices": [],
+        }
+    ],
+    "tasks": [{"name": "T2I", "makes": "image", "image": "no", "video": "no"}],
+    "accepts_mask": False,
+    "limits": {
+        "images": 10,
+        "steps": 1000,
+        "prompt_characters": 8000,
+        "input_images": 16,
+        "input_pixels": 67108864,
+        "body_bytes": 67108864,
+    },
 }
 
 
@@ -78,10 +110,11 @@ async def get_model(request: Request, name: str) -> ModelCard:
 
 def _card(request: Request) -> ModelCard:
     context = context_of(request)
-    return card_of(context.lifecycle.service, int(context.lifecycle.started_at))
+    limits = context.args.limits
+    return card_of(context.lifecycle.service, int(context.lifecycle.started_at), limits)
 
 
-def card_of(service: GenerationService, created: int) -> ModelCard:
+def card_of(service: GenerationService, created: int, limits: LimitArgs) -> ModelCard:
     """What is known about the served model."""
     model, config = service.model, service.model.config
     tasks = config.get_supported_task_types()
@@ -101,4 +134,8 @@ def card_of(service: GenerationService, created: int) -> ModelCard:
         size_multiple=None if config.opaque else config.size_multiple,
         max_pixels=config.max_pixels,
         parameters=[name for name in fields if name not in PATH_SETTINGS],
+        settings=settings_of(defaults),
+        tasks=tasks_of(tasks),
+        accepts_mask="mask_path" in fields,
+        limits=limits_of(limits),
     )

@@ -16,7 +16,6 @@ from sglang.multimodal_gen.configs.lora_choice import LoRAChoice
 from sglang.multimodal_gen.runtime.layers.lora.adapted_module import AdaptedModule
 from sglang.multimodal_gen.runtime.layers.lora.normal_form import NormalForm, to_normal_form
 from sglang.multimodal_gen.runtime.layers.lora.receipt import LoRAReceipt, listed
-from sglang.multimodal_gen.runtime.loader.components import role_of
 from sglang.multimodal_gen.runtime.loader.lora_file import LoRAFile, find_lora_file
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
     ComposedPipelineBase,
@@ -34,6 +33,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.lora_selection import (
     Selection,
     select,
 )
+from sglang.multimodal_gen.runtime.utils.component_roles import role_of
 from sglang.multimodal_gen.runtime.utils.errors import (
     CheckpointError,
     InvalidArgument,

@@ -20,12 +20,12 @@ from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes impo
     LIBRARIES,
     library_class,
 )
-from sglang.multimodal_gen.runtime.loader.components import role_of
 from sglang.multimodal_gen.runtime.loader.json_file import read_json_object
 from sglang.multimodal_gen.runtime.loader.meta_build import build_on_meta
 from sglang.multimodal_gen.runtime.loader.model_index import MODEL_INDEX, SAMPLING_DEFAULTS
 from sglang.multimodal_gen.runtime.loader.model_source import ModelSource
 from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
+from sglang.multimodal_gen.runtime.utils.component_roles import role_of
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
 from sglang.multimodal_gen.runtime.verify.quiet_library import no_library_bars
 from sglang.multimodal_gen.runtime.verify.shrunk_config import DIVISORS, common_divisor, shrunk

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 DENOISER = "transformer"
 """The role of denoisers, whatever their names are."""
-ROLES = (DENOISER, "text_encoder", "image_encoder", "vae", "scheduler", "tokenizer")
+ROLES = (DENOISER, "text_encoder", "image_encoder", "vae", "scheduler", "tokenizer",
+         "processor", "image_processor")  # fmt: skip
 """Names that say how a component is loaded and placed; others are a pipeline's own."""
 _DENOISERS = (DENOISER, "unet")
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from sglang.multimodal_gen.runtime.layers.first_tensor import first_tensor
 from sglang.multimodal_gen.runtime.memory.layerwise import streams
 from sglang.multimodal_gen.runtime.models.vaes.parallel_tiled_vae import ParallelTiledVAE
 from sglang.multimodal_gen.runtime.server_args.memory_args import MemoryArgs
@@ -27,7 +28,6 @@ from sglang.multimodal_gen.runtime.verify.on_ranks import (
     counted_tiles,
 )
 from sglang.multimodal_gen.runtime.verify.port import Port
-from sglang.multimodal_gen.runtime.verify.recorder import first
 
 ENCODER = "text_encoder"
 SEQUENCE = ("ulysses", "ring", "sp")
@@ -46,7 +46,7 @@ def run_tiled(port: Port, baseline: Baseline) -> Finding:
     try:
         with torch.inference_mode(), counted_tiles(vae) as here:
             z = latents.to(next(vae.parameters()).device)
-            alone = first(vae.decode(z, return_dict=False)).cpu()
+            alone = first_tensor(vae.decode(z, return_dict=False)).cpu()
     finally:
         vae.disable_tiling()
     tiles = here["tiles"]

@@ -37,7 +37,7 @@ class Port:
         self.model = model
         self.worker = Worker(model) if worker is None else worker
         self.pipeline: ComposedPipelineBase = self.worker.pipeline
-        names = denoiser_names(type(self.pipeline))
+        names = denoiser_names(self.pipeline)
         self.denoisers: list[nn.Module] = [
             m for m in map(self.pipeline.get_module, names) if isinstance(m, nn.Module)
         ]
@@ -98,9 +98,10 @@ class Port:
         return batch
 
 
-def denoiser_names(pipeline: type[ComposedPipelineBase]) -> list[str]:
+def denoiser_names(pipeline: ComposedPipelineBase) -> list[str]:
     """The components of a pipeline that denoise."""
-    return [name for name, key in pipeline._index_names().items() if is_denoiser(name, key)]
+    names = pipeline._index_names(pipeline.required_config_modules)
+    return [name for name, key in names.items() if is_denoiser(name, key)]
 
 
 def decoder_name(pipeline: type[ComposedPipelineBase]) -> str | None:

@@ -22,8 +22,8 @@ def attend_with_lse(
 
     On a GPU, with torch's kernel of choice for these shapes, if that tells its log-sum-exp; else
     written out. ``mask`` is boolean [B, 1, 1, T], True = attend; ``causal``: query i sees keys 0 to
-    i, aligned at the start, also where S and T differ. Kernels, which do not agree on the alignment,
-    are given squares alone.
+    i, aligned at the start, also where S and T differ. Kernels, which do not agree on the
+    alignment, are given squares alone.
     """
     rows, keys = q_BSHD.shape[1], k_BTHD.shape[1]
     if causal and rows < keys:

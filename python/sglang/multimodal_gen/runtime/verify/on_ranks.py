@@ -157,8 +157,8 @@ class Ranks:
         except UserError as error:
             # Its own numbers and classes say so, or its plan is wrong: then the row fails.
             words = " ".join(str(error).split())
-            layout = model.server_args.parallel.layout
-            if self.planless or not _heads_divide(self.model, (layout.tp, layout.sp)):
+            ranks = model.server_args.parallel.layout
+            if self.planless or not _heads_divide(self.model, (ranks.tp, ranks.sp)):
                 raise Refused(words) from error
             raise UserError(words) from None  # of the rank's traceback nothing is needed
         assert isinstance(group, WorkerGroup), "each layout has several ranks"

@@ -291,9 +291,11 @@ class _Run:
     def _load_reference(self) -> Reference:
         self.say("loading the reference")
         cls = type(self.port.pipeline)
-        names = [*denoiser_names(self.port.pipeline), decoder_name(cls)]
-        names = [n for n in names if n is not None]
-        *denoisers, decoder = [cls._extra_config_module_map.get(name, name) for name in names]
+        keys = cls._extra_config_module_map
+        denoisers = [keys.get(name, name) for name in denoiser_names(self.port.pipeline)]
+        decoder = decoder_name(cls)
+        assert decoder is not None, "the port has one"
+        decoder = keys.get(decoder, decoder)
         reference = load_reference(
             self.wish.reference, self.model.source, self.model.server_args, denoisers, decoder
         )

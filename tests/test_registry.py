@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from safetensors.torch import save_file
 from sglang.multimodal_gen.configs.models import DiTConfig
 from sglang.multimodal_gen.registry import Registry
 from sglang.multimodal_gen.runtime.server_args.sections import ModelArgs
-from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, ModelNotFound
+from sglang.multimodal_gen.runtime.utils.errors import (
+    InvalidArgument,
+    ModelNotFound,
+    PipelineDefinitionError,
+)
 
 from seed_samples import my_model
 
@@ -184,7 +189,8 @@ def test_two_variants_that_fit_equally_well_are_named_with_the_remedy(
         registry._family_pipelines = ("CustomPipeline",)
         registry.register_configs(my_model.MyModelSamplingParams, config, hf_model_paths=[path])
     path = folder(tmp_path / "x", "CustomPipeline")
-    with pytest.raises(ModelNotFound, match=r"CustomConfig and .*Twin; .*--model-id"):
+    said = r"CustomConfig \(my-org/.*\) and CustomConfig \(o/a\) and Twin \(o/b\); .*--model-id"
+    with pytest.raises(ModelNotFound, match=said):
         find(registry, path)
     _, info = registry.find(ModelArgs(model_path=str(path), model_id="o/b"))
     assert info.pipeline_config_cls is Twin
@@ -247,3 +253,98 @@ def test_another_kind_of_file_is_refused_with_a_pipeline_too(
     (tmp_path / "weights.ckpt").touch()
     with pytest.raises(ModelNotFound, match="Pickle checkpoints are refused"):
         find(registry, tmp_path / "weights.ckpt", pipeline_class_name="CustomPipeline")
+
+
+def test_variants_without_an_id_are_told_apart_by_their_pipelines(
+    registry: Registry, tmp_path: Path
+) -> None:
+    for pipeline in ("CustomPipeline", "OtherPipeline"):
+        registry._family_pipelines = (pipeline,)
+        registry.register_configs(
+            my_model.MyModelSamplingParams, CustomConfig, model_detectors=[lambda v: "odd" in v]
+        )
+    said = r"CustomConfig \(CustomPipeline\) and CustomConfig \(OtherPipeline\)"
+    with pytest.raises(ModelNotFound, match=said):
+        find(registry, folder(tmp_path / "an-odd-one", "Unknown"))
+
+
+class Mine(CustomPipeline):
+    """Another package's pipeline under the same name."""
+
+
+@dataclass
+class MyConfig(CustomConfig):
+    pass
+
+
+@pytest.mark.parametrize("name", ["custom-diffusion-model", "x"])
+def test_a_replaced_pipeline_brings_its_own_settings(
+    registry: Registry, tmp_path: Path, name: str
+) -> None:
+    register(registry, Mine, MyConfig, overwrite=True)
+    for class_name in ("CustomPipeline", None) if name != "x" else ("CustomPipeline",):
+        path = folder(tmp_path / str(class_name) / name, class_name)
+        _, info = registry.find(ModelArgs(model_path=str(path)))
+        assert (info.pipeline_cls, info.pipeline_config_cls) == (Mine, MyConfig)
+    path = folder(tmp_path / "b" / name, "CustomPipeline")
+    _, info = registry.find(ModelArgs(model_path=str(path), model_id=ID))
+    assert info.pipeline_config_cls is MyConfig
+    assert [k.pipelines for k in registry.known_models()].count(("CustomPipeline",)) == 1
+
+
+def test_a_replaced_pipeline_leaves_its_familys_others_alone(
+    registry: Registry, tmp_path: Path
+) -> None:
+    registry._family_pipelines = ("One", "Two")
+    registry._pipelines |= {"One": CustomPipeline, "Two": OtherPipeline}
+    registry.register_configs(
+        my_model.MyModelSamplingParams, CustomConfig, hf_model_paths=["org/family"]
+    )
+    one = type("One", (Mine,), {"pipeline_name": "One"})
+    register(registry, one, MyConfig, overwrite=True)
+    found = {}
+    for class_name in ("One", "Two"):
+        for name in ("family", "another"):
+            path = folder(tmp_path / class_name / name, class_name)
+            _, info = registry.find(ModelArgs(model_path=str(path)))
+            found[class_name, name] = info.pipeline_cls, info.pipeline_config_cls
+    assert set(found.values()) == {(one, MyConfig), (OtherPipeline, CustomConfig)}
+    assert found["One", "family"] == found["One", "another"] == (one, MyConfig)
+
+
+def test_two_files_of_the_tree_cannot_have_one_pipeline_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "twice").mkdir()
+    for name in ("__init__", "a", "b"):
+        text = "from test_registry import CustomPipeline as EntryClass\n" if name in "ab" else ""
+        (tmp_path / f"twice/{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "test_registry", sys.modules[__name__])
+    registry = Registry(pipeline_package="twice", config_package="twice")
+    with pytest.raises(PipelineDefinitionError, match=r"'CustomPipeline' .*twice\.a.*twice\.b"):
+        registry.known_models()
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"pipeline_class_name": "CustomPipeline"}, "pipeline_class_name='CustomPipeline'"),
+        ({"model_id": ID}, f"model_id='{ID}'"),
+    ],
+)
+def test_the_diffusers_backend_takes_its_pipeline_from_the_checkpoint(
+    registry: Registry, model: dict[str, str], said: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=rf"{said}: .*--backend diffusers"):
+        find(registry, "/nowhere", backend="diffusers", **model)
+
+
+def test_a_model_id_never_ends_at_the_diffusers_backend(registry: Registry, tmp_path: Path) -> None:
+    registry._family_pipelines = ("CustomPipeline", "OtherPipeline")
+    registry.register_configs(
+        my_model.MyModelSamplingParams, CustomConfig, hf_model_paths=["org/several"]
+    )
+    path = folder(tmp_path / "x", "StableDiffusionPipeline")
+    with pytest.raises(ModelNotFound, match="CustomPipeline, OtherPipeline"):
+        find(registry, path, model_id="org/several")

@@ -298,7 +298,7 @@ def test_two_families_that_fit_equally_well_are_both_named(registry):
     registry.register_configs(
         my_model.MyModelSamplingParams, Other, model_detectors=[lambda v: "custom-diff" in v]
     )
-    with pytest.raises(ValueError, match="MyModelPipelineConfig and Other"):
+    with pytest.raises(ValueError, match=r"MyModelPipelineConfig \(my-org/.*\) and Other"):
         registry.get_model_info(source("/models/custom-diffusion-v2", "Unknown"))
 
 

@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
@@ -21,7 +21,6 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     InvalidArgument,
     ModelNotFound,
     PipelineDefinitionError,
-    UserError,
 )
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
         ComposedPipelineBase,
     )
-    from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
 
 Detector = Callable[[str], bool]
 Test = Callable[["_Configs"], bool]
@@ -59,17 +57,6 @@ class KnownModel:
     sampling_params: type[SamplingParams]
     pipeline_config: type[PipelineConfig]
     task_types: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StageRow:
-    """One stage of a pipeline, for ``sglang models explain``; None means undeclared."""
-
-    name: str
-    class_name: str
-    role: str
-    reads: tuple[str, ...] | None
-    writes: tuple[str, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +130,9 @@ class Registry:
     ) -> None:
         """Make a pipeline of an installed package known, with its settings and hooks.
 
+        With ``overwrite``, a pipeline of the same name goes, and so do the settings that were its
+        alone: its model paths and detectors lead to the new one.
+
         Raises:
             PipelineDefinitionError: a class is of a wrong kind, or a name or path is taken and
                 ``overwrite`` is not set.
@@ -169,9 +159,29 @@ class Registry:
                         "it"
                     )
                 self._refuse_known_paths(paths)
+            entry = self._heir(entry) if overwrite else entry
             self._pipelines[name] = pipeline_cls
             # In front, so that an intended replacement is found before what it replaces.
             self._configs.insert(0 if overwrite else len(self._configs), entry)
+
+    def _heir(self, new: _Configs) -> _Configs:
+        """Take a pipeline's name from the entries that have it; what is left of them moves in."""
+        (name,) = new.pipeline_names
+        kept: list[_Configs] = []
+        for old in self._configs:
+            others = tuple(n for n in old.pipeline_names if n != name)
+            if others == old.pipeline_names:
+                kept.append(old)
+                continue
+            new = replace(
+                new,
+                paths=tuple(dict.fromkeys((*new.paths, *old.paths))),
+                detectors=(*new.detectors, *(() if others else old.detectors)),
+            )
+            if others:
+                kept.append(replace(old, pipeline_names=others))
+        self._configs = kept
+        return new
 
     def _refuse_known_paths(self, paths: Iterable[str]) -> None:
         taken = {path.lower() for entry in self._configs for path in entry.paths}
@@ -190,12 +200,14 @@ class Registry:
         Raises:
             ModelNotFound: nothing is there, nothing serves it, or two entries match equally well.
             CheckpointError: the folder is no usable checkpoint.
-            InvalidArgument: ``model_id`` is not registered.
+            InvalidArgument: ``model_id`` is not registered, or the Diffusers backend is asked for
+                and a native family too.
         """
         from sglang.multimodal_gen.runtime.loader.model_source import resolve_model_source
 
         self._ready()
         pipeline, model_id = model.pipeline_class_name, model.model_id
+        _refuse_choice(model.backend, pipeline, model_id)  # before a download
 
         def layout() -> Layout | None:
             name = pipeline or self._pipeline_without_index(model.model_path, model_id)
@@ -225,8 +237,10 @@ class Registry:
 
         Raises:
             ModelNotFound: nothing matches, or two entries match equally well.
-            InvalidArgument: ``model_id`` is not registered.
+            InvalidArgument: ``model_id`` is not registered, or the Diffusers backend is asked for
+                and a native family too.
         """
+        _refuse_choice(backend, pipeline, model_id)
         if backend == "diffusers":
             return _diffusers_info()
         self._ready()
@@ -239,9 +253,16 @@ class Registry:
         name = pipeline or _pipeline_of(entry, source.class_name)
         pipeline_cls = self._pipelines.get(name or "")
         if pipeline_cls is None or entry is None:
-            if backend == "auto" and _diffusers_offers(source.class_name):
+            chosen = model_id is not None
+            if backend == "auto" and not chosen and _diffusers_offers(source.class_name):
                 missing = f"no native family serves _class_name={source.class_name!r}"
                 return _diffusers_info(f"backend diffusers: {missing} of {source.name}")
+            if chosen and entry is not None:
+                raise ModelNotFound(
+                    f"model_id={model_id!r} is a family of several pipelines, and _class_name="
+                    f"{source.class_name!r} of {source.name} is none of them; --pipeline NAME "
+                    f"chooses one: {', '.join(entry.pipeline_names)}"
+                )
             raise ModelNotFound(self._nothing_serves(source, backend))
         return ModelInfo(pipeline_cls, entry.sampling_param_cls, entry.pipeline_config_cls)
 
@@ -256,7 +277,9 @@ class Registry:
         def detected_by_path(entry: _Configs) -> bool:
             return any(detect(wanted) for detect in entry.detectors)
 
-        by_id = _choose(entries, _id_tests(path), path, class_name)
+        # An id that several pipelines of one family share: the checkpoint says which it is.
+        ids = [t for test in _id_tests(path) for t in (_serving(test, class_name), test)]
+        by_id = _choose(entries, ids, path, class_name)
         if by_id is not None:
             return by_id
         named = [e for e in entries if class_name is not None and class_name in e.pipeline_names]
@@ -373,8 +396,17 @@ class Registry:
 
     def _walk(self) -> None:
         families: dict[str, tuple[str, ...]] = {}
+        homes: dict[str, str] = {}
         for stem, module in _modules_of(self.pipeline_package):
             classes = _entry_classes(module)
+            for cls in classes:
+                if cls.pipeline_name in homes:
+                    raise PipelineDefinitionError(
+                        f"pipeline_name {cls.pipeline_name!r} is in EntryClass of "
+                        f"{homes[cls.pipeline_name]} and of {module.__name__}: give one of them "
+                        "another"
+                    )
+                homes[cls.pipeline_name] = module.__name__
             self._pipelines |= {cls.pipeline_name: cls for cls in classes}
             families[stem] = tuple(cls.pipeline_name for cls in classes)
         for stem, module in _modules_of(self.config_package):
@@ -415,60 +447,18 @@ def get_model_info(
     return REGISTRY.find(args.model)[1]
 
 
-def explain(name: str) -> list[StageRow]:
-    """The stages of a pipeline with what they read and write; nothing is loaded.
-
-    ``name`` is a pipeline's name, or a model path.
-
-    Raises:
-        ModelNotFound: nothing is known by that name.
-    """
-    stages, roles = _unloaded_stages(name)
-    return [
-        StageRow(
-            name=stage_name,
-            class_name=type(stage).__name__,
-            role=roles[stage_name].value,
-            reads=None if stage.reads is None else tuple(sorted(stage.reads)),
-            writes=None if stage.writes is None else tuple(sorted(stage.writes)),
-        )
-        for stage_name, stage in stages.items()
-    ]
-
-
-def _unloaded_stages(name: str) -> tuple[dict[str, PipelineStage], dict[str, Any]]:
-    from sglang.multimodal_gen.runtime.server_args import ServerArgs
-
-    pipeline_cls, config_cls = _classes_by_name(name)
-    placeholders = {m: _Unloaded(m) for m in pipeline_cls._required_config_modules}
-    args = ServerArgs.from_flat(device="cpu", pipeline_config=config_cls())
-    pipeline = pipeline_cls(name, args, loaded_modules=placeholders)
-    return pipeline.stages, pipeline.stage_roles
-
-
-def _classes_by_name(name: str) -> tuple[type[ComposedPipelineBase], type[PipelineConfig]]:
-    models = known_models()
-    for known in models:
-        if name in known.pipelines:
-            return REGISTRY.get_pipeline_class(name), known.pipeline_config
-        if name in known.paths:
-            return REGISTRY.get_pipeline_class(known.pipelines[0]), known.pipeline_config
-    try:
-        info = get_model_info(name)
-    except UserError as error:
-        names = sorted({n for k in models for n in (*k.pipelines, *k.paths)})
-        raise ModelNotFound(
-            f"{name!r} is neither a known pipeline or model nor a checkpoint."
-            f"{did_you_mean(name, names)} Known: {', '.join(names)}. ({error})"
-        ) from None
-    return info.pipeline_cls, info.pipeline_config_cls
-
-
-@dataclass(frozen=True, slots=True)
-class _Unloaded:
-    """Stands for a component where a pipeline is only described."""
-
-    name: str
+def _refuse_choice(backend: str, pipeline: str | None, model_id: str | None) -> None:
+    """The Diffusers backend runs what the checkpoint names, and no choice of a native family."""
+    if backend != "diffusers":
+        return
+    for name, value in (("pipeline_class_name", pipeline), ("model_id", model_id)):
+        if value is not None:
+            raise InvalidArgument(
+                name,
+                value,
+                "chooses a native family, and --backend diffusers runs the pipeline that the "
+                "checkpoint's model_index.json names. Leave one of the two out",
+            )
 
 
 def _diffusers_info(*notes: str) -> ModelInfo:
@@ -504,6 +494,17 @@ def _id_tests(path: str) -> tuple[Test, Test, Test]:
     )
 
 
+def _serving(test: Test, class_name: str | None) -> Test:
+    """The same test, of entries alone whose family has a pipeline of that class."""
+    return lambda e: class_name in e.pipeline_names and test(e)
+
+
+def _label(entry: _Configs) -> str:
+    """Variants may share their classes: their ids, else their pipelines, tell them apart."""
+    told = ", ".join(entry.paths or entry.pipeline_names) or "no id"
+    return f"{entry.pipeline_config_cls.__name__} ({told})"
+
+
 def _choose(
     entries: Sequence[_Configs], tests: Iterable[Test], path: str, class_name: str | None
 ) -> _Configs | None:
@@ -511,7 +512,7 @@ def _choose(
     for test in tests:
         found = [entry for entry in entries if test(entry)]
         if len(found) > 1 and not found[0].replaces:
-            names = " and ".join(e.pipeline_config_cls.__name__ for e in found)
+            names = " and ".join(map(_label, found))
             raise ModelNotFound(
                 f"model_path={path!r} (_class_name={class_name!r}) fits {names}; name an exact "
                 "registered id with --model-id"

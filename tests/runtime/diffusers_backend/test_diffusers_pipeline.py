@@ -385,6 +385,12 @@ def test_a_bad_checkpoint_is_an_error_in_one_paragraph(tiny, tmp_path, change, e
     ("arguments", "message"),
     [
         ({"component_paths": {"vae": "."}}, "one whole folder"),
+        ({"component_weights_paths": {"vae": "."}}, r"component_weights_paths\.vae=.*whole folder"),
+        (
+            {"backend": "diffusers", "pipeline_class_name": "FluxPipeline"},
+            "pipeline_class_name=.*Leave one",
+        ),
+        ({"backend": "diffusers", "model_id": "org/x"}, "model_id=.*Leave one"),
         ({"component_precisions": {"vea": "fp32"}}, "Did you mean 'vae'"),
         ({"vae_cpu_offload": True}, "needs an accelerator"),
         ({"layerwise_offload_components": ["all"]}, "use --cpu-offload-components all"),

@@ -217,3 +217,22 @@ def test_a_table_is_the_classs_or_its_files(monkeypatch):
     assert plan_of(type("Heir", (filed,), {"__module__": __name__})) is PLAN
     own: dict[str, Any] = {}
     assert plan_of(type("Own", (filed,), {"__module__": __name__, "TP_PLAN": own})) is own
+
+
+def test_a_files_table_holds_for_the_first_class_that_it_offers(monkeypatch):
+    module = ModuleType("a_model")
+    module.TP_PLAN = PLAN
+    monkeypatch.setitem(sys.modules, "a_model", module)
+
+    def filed(name, *bases, **attributes):
+        return type(name, bases or (nn.Module,), {"__module__": "a_model", **attributes})
+
+    model, auxiliary = filed("Model"), filed("Auxiliary")
+    heir, own = filed("Heir", model), filed("Own", TP_PLAN={})
+    module.Model = model
+    for entry in (model, [model, auxiliary, heir, own], (model,)):
+        module.EntryClass = entry
+        assert plan_of(model) is PLAN
+        assert plan_of(auxiliary) is None
+        assert plan_of(heir) is PLAN
+        assert plan_of(own) == {}

@@ -11,8 +11,12 @@ import torch
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
     FlowMatchEulerDiscreteScheduler,
 )
+from diffusers.schedulers.scheduling_flow_match_heun_discrete import (
+    FlowMatchHeunDiscreteScheduler,
+)
 from safetensors.torch import save_file
 from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel
 
 from sglang.multimodal_gen.configs.pipeline_configs.base import ImagePipelineConfig
 from sglang.multimodal_gen.runtime.distributed.group import Group
@@ -31,11 +35,15 @@ from sglang.multimodal_gen.runtime.loader.components import (
     LOADERS,
     load_components,
     read_component_configs,
-    role_of,
+)
+from sglang.multimodal_gen.runtime.loader.denoiser_split import (
+    check_denoisers,
+    split_denoisers,
 )
 from sglang.multimodal_gen.runtime.loader.model_source import ModelSource
 from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.utils.component_roles import ROLES, role_of
 from sglang.multimodal_gen.runtime.utils.errors import (
     CheckpointError,
     InvalidArgument,
@@ -119,7 +127,7 @@ def test_roles_are_names_without_their_number(component: str, role: str) -> None
 
 def test_every_role_of_the_spine_has_a_loader() -> None:
     roles = {"transformer", "text_encoder", "image_encoder", "vae", "scheduler", "tokenizer"}
-    assert roles <= set(LOADERS)
+    assert roles <= set(LOADERS) <= set(ROLES)
     assert LOADERS["text_encoder"] is TextEncoderLoader
 
 
@@ -476,3 +484,80 @@ def test_an_alias_of_a_denoiser_is_one_too(source: ModelSource) -> None:
     for name in ("denoiser", "transformer"):
         with pytest.raises(InvalidArgument, match="tp_size=2: Block has no TP_PLAN"):
             load_components(source, {name: "transformer"}, _args(), {}, parallel=parallel)
+
+
+def test_a_replaced_component_is_of_its_own_folders_class(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    other = tmp_path / "heun"
+    FlowMatchHeunDiscreteScheduler().save_pretrained(other)
+    loaded = _load(source, "scheduler", component_paths={"scheduler": str(other)})
+    assert isinstance(loaded["scheduler"].module, FlowMatchHeunDiscreteScheduler)
+    index = {**source.model_index, "scheduler": ["my_package", "Euler"], "vae": ["my_package", "X"]}
+    foreign = dataclasses.replace(source, model_index=index)
+    loaded = _load(foreign, "scheduler", component_paths={"scheduler": str(other)})
+    assert isinstance(loaded["scheduler"].module, FlowMatchHeunDiscreteScheduler)
+
+
+def _clip(folder: Path, architecture: str) -> Path:
+    """A CLIP text model, saved as one of Transformers' classes would be."""
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2,
+                             "num_hidden_layers": 1, "vocab_size": 9}  # fmt: skip
+    CLIPTextModel(CLIPTextConfig(**sizes)).save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if architecture == "CLIPModel":
+        config = {"model_type": "clip", "text_config": config}
+    path.write_text(json.dumps(config | {"architectures": [architecture]}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("indexed", "saved_as"),
+    [
+        ("T5EncoderModel", "CLIPTextModel"),  # another model
+        ("CLIPTextModel", "CLIPModel"),  # the text part of it, says the index
+        ("CLIPTextModel", "CLIPTextModel"),
+    ],
+)
+def test_a_replaced_encoder_is_the_part_that_the_index_means_if_it_has_it(
+    source: ModelSource, tmp_path: Path, indexed: str, saved_as: str
+) -> None:
+    index = {**source.model_index, "text_encoder": ["transformers", indexed]}
+    other = _clip(tmp_path / "clip", saved_as)
+    loaded = _load(dataclasses.replace(source, model_index=index), "text_encoder",
+                   component_paths={"text_encoder": str(other)})  # fmt: skip
+    assert isinstance(loaded["text_encoder"].module, CLIPTextModel)
+
+
+def test_an_alias_has_the_precision_of_what_it_stands_for(source: ModelSource) -> None:
+    aliases = {"decoder": "vae", "words": "text_encoder", "more_words": "text_encoder_2"}
+    loaded = _load(source, *aliases, config=CONFIG, precision="config", aliases=aliases)
+    dtypes = [component.module.weight.dtype for component in loaded.values()]
+    assert dtypes == [FP32, FP16, BF16]
+
+
+def test_a_plain_module_follows_the_denoiser_whatever_its_name(source: ModelSource) -> None:
+    loaded = _load(source, "vae", config=CONFIG, precision="config",
+                   loaders={"vae": PlainStateDictComponentLoader})  # fmt: skip
+    assert loaded["vae"].module.weight.dtype == BF16
+
+
+@pytest.mark.parametrize("name", ["transformer_vace", "unet", "unet_2"])
+def test_whatever_denoises_is_never_held_whole_by_every_rank(
+    source: ModelSource, name: str
+) -> None:
+    index = {**source.model_index, name: ["diffusers", "Block"]}
+    _write(source.root / name, 4)
+    source = dataclasses.replace(source, model_index=index)
+    two = Group("tp", 0, (0, 1))
+    for loader in (NeuralComponentLoader, PlainStateDictComponentLoader):
+        parallel = dataclasses.replace(ParallelState.single(), tp=two)
+        with pytest.raises(InvalidArgument, match="tp_size=2: "):
+            load_components(source, {name: name}, _args(), {name: loader}, parallel=parallel)
+    names = {"transformer": "transformer", name: name}
+    parallel = dataclasses.replace(ParallelState.single(), sp=two)
+    with pytest.raises(InvalidArgument, match=rf"{name} \(Block\) has no SP_PLAN"):
+        check_denoisers(source, {name: name}, _args(), {}, parallel)
+    with pytest.raises(InvalidArgument, match=r"\(Block\) has no SP_PLAN"):
+        split_denoisers({n: Block(4) for n in names}, names, parallel)

@@ -11,6 +11,7 @@ from torch import nn
 
 from sglang.multimodal_gen import DiffGenerator
 from sglang.multimodal_gen.configs.lora_choice import LoRAChoice
+from sglang.multimodal_gen.runtime.layers.lora.adapted_module import AdaptedModule
 from sglang.multimodal_gen.runtime.utils.errors import (
     CheckpointError,
     InvalidArgument,
@@ -282,4 +283,33 @@ def test_arguments_that_make_no_sense_change_nothing(pipeline, files, case):
     pipeline.set_lora("a", files["a"][0], merge_mode="merge")
     with pytest.raises(InvalidArgument, match=problem):
         pipeline.set_lora(**arguments)
+    probe.check({"a": 1.0}, "merged")
+
+
+def test_what_set_lora_loaded_goes_when_a_later_check_fails(pipeline, files):
+    probe = Probe(pipeline, files)
+    pipeline.set_lora("a", files["a"][0], merge_mode="merge")
+    with pytest.raises(InvalidArgument, match="changes transformer only"):
+        pipeline.set_lora(["a", "b"], [None, files["b"][0]], target=["all", "text_encoder"])
+    with pytest.raises(CheckpointError):
+        pipeline.set_lora(["b", "c"], [files["b"][0], "/nowhere.safetensors"])
+    assert [a["nickname"] for a in pipeline.get_lora_status()["loaded_adapters"]] == ["a"]
+    probe.check({"a": 1.0}, "merged")
+
+
+def test_what_was_in_force_comes_back_when_an_adapter_cannot_be(pipeline, files, monkeypatch):
+    probe = Probe(pipeline, files)
+    pipeline.set_lora("a", files["a"][0], merge_mode="merge")
+    merge, calls = AdaptedModule.merge, []
+
+    def fails_once(self, terms):
+        calls.append(terms)
+        if len(calls) == 1:
+            raise MemoryError
+        return merge(self, terms)
+
+    monkeypatch.setattr(AdaptedModule, "merge", fails_once)
+    with pytest.raises(MemoryError):
+        pipeline.set_lora("b", files["b"][0], merge_mode="merge")
+    assert [a["nickname"] for a in pipeline.get_lora_status()["loaded_adapters"]] == ["a"]
     probe.check({"a": 1.0}, "merged")

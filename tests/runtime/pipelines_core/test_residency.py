@@ -12,6 +12,7 @@ from torch import nn
 
 from runtime.memory.lanes import LateLane
 from sglang.multimodal_gen import DiffGenerator
+from sglang.multimodal_gen.runtime.distributed.layout import ParallelLayout
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.loader.components import plan_memory
 from sglang.multimodal_gen.runtime.loader.model_source import resolve_model_source
@@ -171,6 +172,30 @@ def test_a_small_gpu_is_planned_for_before_loading(folder):
     few = MemoryFacts(4 << 30, 16 << 30, 64 << 30)
     with pytest.raises(OutOfMemory, match=r"transformer 1\.9 MiB.*beside 4\.0 GiB for activations"):
         plan_memory(source, names, args, {}, {}, {}, parallel=parallel, memory=few)
+
+
+def test_ranks_share_the_memory_of_their_own_node(folder, monkeypatch):
+    source = resolve_model_source(str(folder))
+    names = {name: name for name in FluxPipeline._required_config_modules}
+    four = dataclasses.replace(ParallelState.single(), layout=ParallelLayout(dp=4))
+
+    def plan(free, parallel, **flags):
+        args = ServerArgs.from_flat(device="cpu", precision="fp32", **flags)
+        memory = MemoryFacts(free, None, free)
+        return plan_memory(source, names, args, {}, {}, {}, parallel=parallel, memory=memory)
+
+    need = plan(1 << 40, ParallelState.single()).device_bytes
+    with pytest.raises(OutOfMemory):
+        plan(3 * need, four)
+    nodes = {"dp_size": 4, "nnodes": 2, "dist_init_addr": "host:29500"}
+    assert plan(3 * need, four, **nodes)
+    with pytest.raises(OutOfMemory):
+        plan(2 * need - 2, four, **nodes)
+    launched = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "host", "MASTER_PORT": "29500"}  # fmt: skip
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    assert plan(3 * need, four)
 
 
 def test_a_component_that_rests_in_host_memory_is_loaded_there(folder):

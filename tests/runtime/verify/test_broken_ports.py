@@ -79,6 +79,7 @@ def test_the_whole_port_passes_on_ranks(shared_root, ports, verified, capsys):
 
 BROKEN_ON_RANKS = {
     "BiasTwicePipeline": ("dit-tp", "; 2 ranks, "),
+    "WrongHeadsPipeline": ("dit-tp", "planned_heads=3 of WrongHeads does not divide over tp_size"),
     "AlonePipeline": ("cfg-parallel", "called 0 and 0 times in cfg: a rank worked by itself"),
 }
 

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from safetensors.torch import load_file
 from torch import nn
 
+from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
+    NeuralComponentLoader,
+)
 from sglang.multimodal_gen.runtime.loader.model_source import ModelSource, resolve_model_source
 from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
@@ -103,3 +108,34 @@ def test_a_config_that_its_class_refuses_is_an_error(monkeypatch, tmp_path):
     source = picky_source(monkeypatch, tmp_path / "source", 32)
     with pytest.raises(CheckpointError, match=r"'transformer': Picky cannot be built .*dim=32"):
         write_tiny_checkpoint(source, tmp_path / "tiny")
+
+
+class OwnAutoencoder(AutoencoderKL):
+    """Keeps the library's constructor, which drops fields of other releases."""
+
+
+class OwnLoader(NeuralComponentLoader):
+    """Makes what its class wants of the config, as a porter's own loader may."""
+
+    def model_class(self, spec):
+        return Picky
+
+    def build(self, cls, spec):
+        return cls(dim=2 * spec.config["half_dim"], num_heads=spec.config["num_heads"])
+
+
+def test_components_are_built_as_the_loader_builds_them(monkeypatch, tmp_path):
+    source = picky_source(monkeypatch, tmp_path / "source", 64)
+    monkeypatch.setitem(ModelRegistry._models, "OwnAutoencoder", OwnAutoencoder)
+    (source.root / "vae").mkdir()
+    vae = {"_class_name": "OwnAutoencoder", "block_out_channels": [8], "norm_num_groups": 4}
+    (source.root / "vae/config.json").write_text(json.dumps(vae | {"of_tomorrow": 1}))
+    config_of(source.root / "transformer", half_dim=64)
+    index = {**source.model_index, "vae": ["somewhere", "OwnAutoencoder"]}
+    source = dataclasses.replace(source, model_index=index)
+    tiny = write_tiny_checkpoint(source, tmp_path / "tiny", loaders={"transformer": OwnLoader})
+    (weights,) = (tmp_path / "tiny/transformer").glob("*.safetensors")
+    width = 2 * config_of(tmp_path / "tiny/transformer")["half_dim"]
+    assert load_file(weights)["proj.weight"].shape[1] == width
+    assert tiny.divisor == 2, "less than the smallest that Picky takes"
+    assert list((tmp_path / "tiny/vae").glob("*.safetensors"))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from sglang.multimodal_gen.runtime.entrypoints.cli.main import main
-from sglang.multimodal_gen.runtime.verify import verification
+from sglang.multimodal_gen.runtime.models.vaes.autoencoder_kl import AutoencoderKL
+from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, OutOfMemory
+from sglang.multimodal_gen.runtime.verify import on_ranks, verification
 from sglang.multimodal_gen.runtime.verify.evidence import Finding
 from sglang.multimodal_gen.runtime.verify.measure import relative_l2
 from sglang.multimodal_gen.runtime.verify.mechanisms import MECHANISMS, Mechanism
@@ -33,7 +36,7 @@ def test_the_bundled_models_own_weights_are_green(verified):
     assert "ring" in rows["sp"]["detail"]
     assert rows["encoder-tp"]["verdict"] == "ok"  # over the ranks of the sequence
     for name in ("dit-tp", "tp-sp"):
-        assert rows[name]["verdict"] == "not compared"
+        assert rows[name]["verdict"] == "not supported here"
         assert "does not divide over tp_size=2" in rows[name]["detail"]
 
 
@@ -182,3 +185,69 @@ def test_every_mechanism_of_the_porters_contract_has_a_row():
         "vae-tiled", "vae-spatial-shard", "cfg-parallel", "encoder-tp", "dit-tp", "sp", "tp-sp",
         "layerwise-offload", "lora",
     ]  # fmt: skip
+
+
+def test_a_reference_that_heeds_the_request_is_no_check_of_the_port(root, verified, monkeypatch):
+    check = verification.REFERENCE_CHECKS[0]
+    skipping = dataclasses.replace(check, measure=lambda one: Finding(0.0, skipped="nothing there"))
+    monkeypatch.setattr(verification, "REFERENCE_CHECKS", (skipping,))
+    monkeypatch.setattr(verification, "MECHANISMS", ())
+    code, report = verified(root, "--weights", "real")
+    verdicts = [row["verdict"] for row in report["checks"]]
+    assert verdicts == ["ok", "not compared"]
+    assert (code, report["passed"]) == (1, False)
+
+
+def test_a_port_that_fails_by_itself_is_a_row(root, ports, verified, capsys):
+    more = ("--pipeline", "MisnamedPipeline", "--reference", "none", "--checks", "lora")
+    code, report = verified(root, "--weights", "real", *more)
+    assert code == 1
+    first, later = report["checks"]
+    assert (first["name"], first["verdict"], first["error"]) == ("plain-run", "FAILED", "infinite")
+    assert "pooled_projection" in first["detail"]
+    assert (later["name"], later["verdict"]) == ("lora", "not run")
+    assert "FAILED: plain-run" in capsys.readouterr().out
+
+
+MISFIT = InvalidArgument("tp_size", 2, "number=3 of Net does not divide over tp_size=2")
+
+
+@pytest.mark.parametrize(
+    ("heads", "error", "verdict"),
+    [
+        ("odd", MISFIT, "not supported here"),  # the checkpoint's own number
+        ("even", MISFIT, "FAILED"),  # all its heads divide: it is the port that cannot
+        ("even", OutOfMemory("no room for two"), "not compared"),  # this machine cannot
+    ],
+)
+def test_who_refuses_a_layout_makes_a_difference(
+    root, shared_root, verified, monkeypatch, heads, error, verdict
+):
+    def refuse(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(on_ranks, "open_worker", refuse)
+    folder = {"odd": root, "even": shared_root}[heads]
+    more = ("--weights", "real", "--reference", "none", "--checks", "dit-tp,vae-decode")
+    code, report = verified(folder, *more)
+    rows = {row["name"]: row for row in report["checks"]}
+    assert rows["dit-tp"]["verdict"] == verdict
+    assert str(error) in rows["dit-tp"]["detail"]
+    assert code == 1
+
+
+def test_every_component_that_lists_blocks_is_streamed(root, verified):
+    code, report = verified(root, "--weights", "real", "--checks", "layerwise-offload")
+    (row,) = report["checks"]
+    assert (code, row["verdict"], row["error"]) == (0, "ok", 0.0)
+    for name in ("text_encoder", "text_encoder_2", "transformer", "vae"):
+        assert f"{name} " in row["detail"]
+
+
+def test_a_component_without_blocks_is_named_and_not_green(root, verified, monkeypatch):
+    monkeypatch.setattr(AutoencoderKL, "layer_names", [])
+    code, report = verified(root, "--weights", "real", "--checks", "layerwise-offload")
+    (row,) = report["checks"]
+    assert (code, row["verdict"]) == (1, "not supported here")
+    assert "vae (AutoencoderKL): no LayerwiseOffloadableModuleMixin" in row["detail"]
+    assert "transformer" in row["detail"]

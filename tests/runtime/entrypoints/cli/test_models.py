@@ -4,7 +4,9 @@ from types import SimpleNamespace
 import pytest
 
 import sglang.multimodal_gen.registry as registry
-from sglang.multimodal_gen.registry import KnownModel, StageRow
+from sglang.multimodal_gen.registry import KnownModel
+from sglang.multimodal_gen.runtime.entrypoints.cli import explained
+from sglang.multimodal_gen.runtime.entrypoints.cli.explained import StageRow
 from sglang.multimodal_gen.runtime.utils.errors import ModelNotFound
 
 ROWS = [
@@ -38,7 +40,7 @@ def known(monkeypatch):
         return ROWS
 
     monkeypatch.setattr(registry, "known_models", lambda: [model])
-    monkeypatch.setattr(registry, "explain", explain)
+    monkeypatch.setattr(explained, "explain", explain)
     return SimpleNamespace(model=model)
 
 

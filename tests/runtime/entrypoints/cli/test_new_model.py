@@ -73,7 +73,8 @@ def test_a_family_in_the_tree_is_discovered_and_keeps_the_rules(tmp_path: Path) 
             shutil.copy(source, copy)
     assert main(["new-model", "brush_model", "--into", str(copy)]) == 0
     code = """
-        from sglang.multimodal_gen.registry import REGISTRY, explain, known_models
+        from sglang.multimodal_gen.registry import known_models
+        from sglang.multimodal_gen.runtime.entrypoints.cli.explained import explain
         from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
         names = [name for known in known_models() for name in known.pipelines]
         assert "BrushModelPipeline" in names
@@ -101,7 +102,7 @@ def test_a_generated_package_registers_and_its_test_says_what_is_missing(tmp_pat
     assert {str(p.relative_to(tmp_path)) for p in root.rglob("*") if p.is_file()} == names
     path = f"{root}:{ROOT / 'python'}"
     code = """
-        from sglang.multimodal_gen.registry import REGISTRY, explain
+        from sglang.multimodal_gen.runtime.entrypoints.cli.explained import explain
         from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
         assert explain("MyModelPipeline")[-1].name == "decoding_stage"
         print(ModelRegistry.resolve_model_cls("MyModelTransformer2DModel")[0].__module__)

@@ -7,8 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang.multimodal_gen.runtime.distributed.group import Group
+from sglang.multimodal_gen.runtime.layers.attention.backends import with_lse
 from sglang.multimodal_gen.runtime.layers.attention.backends.with_lse import attend_with_lse
-from sglang.multimodal_gen.runtime.layers.attention.ring import merge
+from sglang.multimodal_gen.runtime.layers.attention.ring import Piece, merge, ring_attention
+from sglang.multimodal_gen.runtime.layers.sequence_shard import Run
 
 
 def parts_of(q, k, v, cuts, mask=None):
@@ -66,3 +69,37 @@ def test_a_mean_is_no_merge():
     whole, _ = attend_with_lse(q, k, v, mask=None, causal=False)
     with pytest.raises(AssertionError):
         torch.testing.assert_close((a + b) / 2, whole)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(6, 6), (6, 4), (4, 6), (5, 1)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_causal_attention_is_aligned_at_the_start(monkeypatch, rows, keys, masked):
+    """Kernels do not agree on what causal means where there are more queries: they see squares."""
+    q, k, v = (torch.randn(2, n, 3, 8).double() for n in (rows, keys, keys))
+    seen = torch.ones(rows, keys, dtype=torch.bool).tril()
+    mask = None
+    if masked:
+        mask = torch.ones(2, 1, 1, keys, dtype=torch.bool)
+        mask[0, ..., -1] = False
+        seen = seen & mask
+    whole, lse = attend_with_lse(q, k, v, mask=seen, causal=False)
+    shapes = []
+    written_out = with_lse._written_out
+
+    def noting(q, k, v, mask, causal):
+        shapes.append((causal, q.shape[2], k.shape[2]))
+        return written_out(q, k, v, mask, causal)
+
+    monkeypatch.setattr(with_lse, "_written_out", noting)
+    out, found = attend_with_lse(q, k, v, mask=mask, causal=True)
+    torch.testing.assert_close(out, whole)
+    torch.testing.assert_close(found, lse)
+    assert all(size == count for causal, size, count in shapes if causal)
+
+
+def test_a_causal_piece_with_padding_inside_is_refused():
+    q, k, v = (torch.randn(1, 4, 1, 8) for _ in range(3))
+    pieces = [Piece((Run(0, 1), Run(2, 2)), None)]
+    assert ring_attention(q, k, v, pieces, Group("ring")).shape == q.shape
+    with pytest.raises(AssertionError, match="padding at its end"):
+        ring_attention(q, k, v, pieces, Group("ring"), causal=True)

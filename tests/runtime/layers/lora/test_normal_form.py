@@ -1,11 +1,15 @@
 import pytest
 import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.loaders.peft import PeftAdapterMixin
+from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
+from sglang.multimodal_gen.runtime.layers.lora.adapted_module import AdaptedModule
+from sglang.multimodal_gen.runtime.layers.lora.low_rank import Term
 from sglang.multimodal_gen.runtime.layers.lora.module_index import ModuleIndex
 from sglang.multimodal_gen.runtime.layers.lora.normal_form import (
     AdapterConfig,
-    denoisers_of,
     to_normal_form,
 )
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
@@ -30,8 +34,12 @@ def normal(tensors, **configs):
 
 
 def test_a_name_without_component_means_every_denoiser():
-    assert denoisers_of(COMPONENTS) == ["transformer", "transformer_2"]
-    assert set(normal(pair("q")).layers) == {"transformer", "transformer_2"}
+    for style in ("", "diffusion_model.", "base_model.model."):
+        assert set(normal(pair(style + "q")).layers) == {"transformer", "transformer_2"}
+
+
+def test_a_name_with_a_component_means_that_one():
+    assert set(normal(pair("transformer.q")).layers) == {"transformer"}
     assert set(normal(pair("transformer_2.q")).layers) == {"transformer_2"}
     assert set(normal(pair("text_encoder.q")).layers) == {"text_encoder"}
 
@@ -102,3 +110,40 @@ def test_values_that_are_no_numbers_are_refused():
     tensors["q.lora_B.weight"][1, 1] = torch.nan
     with pytest.raises(CheckpointError, match=r"'q.lora_B.weight' holds NaN"):
         normal(tensors)
+
+
+class Denoiser(ModelMixin, ConfigMixin, PeftAdapterMixin):
+    """What Diffusers can put adapters on."""
+
+    @register_to_config
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(4, 6)
+
+    def forward(self, x):
+        return self.q(x)
+
+
+@pytest.mark.parametrize(
+    "named", [["transformer"], ["transformer_2"], ["transformer", "transformer_2"]]
+)
+def test_two_denoisers_compute_what_diffusers_makes_of_the_file(named):
+    torch.manual_seed(3)
+    models = {name: Denoiser() for name in ("transformer", "transformer_2")}
+    tensors = {}
+    for name in named:
+        tensors |= pair(f"{name}.q")
+    x = torch.randn(5, 4)
+    base = {name: model(x) for name, model in models.items()}
+    form = to_normal_form(tensors, {n: ModuleIndex(m) for n, m in models.items()}, {}, "file")
+    ours = {}
+    for name, model in models.items():
+        adapted = AdaptedModule(model)
+        layers = form.layers.get(name, {})
+        adapted.run_live({path: [Term(factors, 1.0)] for path, factors in layers.items()})
+        ours[name] = model(x)
+        adapted.clear()
+        if name in named:
+            model.load_lora_adapter(dict(tensors), prefix=name)
+        torch.testing.assert_close(ours[name], model(x))
+        assert torch.equal(ours[name], base[name]) == (name not in named)

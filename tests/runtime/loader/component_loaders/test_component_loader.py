@@ -293,23 +293,75 @@ class Planned(QueryFormer):
     TP_PLAN = {"layers.*": Column(gather_output=True)}
 
 
+def _neural(folder: Path, **changes: Any) -> LoadedComponent:
+    return NeuralComponentLoader().load(_spec(folder, **changes))
+
+
 def test_a_plan_is_put_in_force_before_weights_are_read(tmp_path: Path) -> None:
     ModelRegistry.register_model("Planned", Planned)
     _write(tmp_path, CONFIG | {"_class_name": "Planned"}, depth=2)
-    loaded = _plain(tmp_path, is_denoiser=True, parallel=_ranks(2))
+    loaded = _neural(tmp_path, is_denoiser=True, parallel=_ranks(2))
     assert loaded.receipt is not None
     assert loaded.receipt.sharded == 4
     assert loaded.module.layers[1].weight.shape == (2, 4)
     with pytest.raises(
         InvalidArgument, match=r"4 outputs of layers\.0 does not divide over tp_siz"
     ):
-        _plain(tmp_path, is_denoiser=True, parallel=_ranks(3))
+        _neural(tmp_path, is_denoiser=True, parallel=_ranks(3))
 
 
 def test_a_wrong_row_is_found_on_one_rank_too(tmp_path: Path) -> None:
     ModelRegistry.register_model("Wrong", type("Wrong", (Planned,), {"TP_PLAN": {"x": Column()}}))
     with pytest.raises(PipelineDefinitionError, match="TP_PLAN of Wrong: 'x' matches no module"):
-        _plain(_write(tmp_path, CONFIG | {"_class_name": "Wrong"}, depth=2))
+        _neural(_write(tmp_path, CONFIG | {"_class_name": "Wrong"}, depth=2))
+
+
+def test_a_plain_loader_deals_nothing_over_ranks(tmp_path: Path) -> None:
+    ModelRegistry.register_model("Planned", Planned)
+    _write(tmp_path, CONFIG | {"_class_name": "Planned"}, depth=2)
+    loaded = _plain(tmp_path, parallel=_ranks(2))
+    assert loaded.receipt is not None
+    assert loaded.receipt.sharded == 0
+    assert loaded.module.layers[1].weight.shape == (4, 4)
+    said = "tp_size=2: PlainStateDictComponentLoader .* 'queryformer'"
+    with pytest.raises(InvalidArgument, match=said):
+        _plain(tmp_path, is_denoiser=True, parallel=_ranks(2))
+
+
+class Lenient(QueryFormer):
+    """Declares what other loaders go by."""
+
+    checkpoint_names = {"^old\\.": "layers."}
+    _keys_to_ignore_on_load_unexpected = ["extra"]
+    _keys_to_ignore_on_load_missing = ["kept"]
+
+    def __init__(self, width: int, depth: int = 1) -> None:
+        super().__init__(width, depth)
+        self.register_buffer("kept", torch.zeros(width))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"scale": torch.zeros(4)}, r"Unexpected \(1\): \[scale\]"),
+        ({"extra": torch.zeros(4)}, r"Unexpected \(1\): \[extra\]"),
+        ({"kept": None}, r"Missing \(1\): \[kept\]"),
+        ({"layers.0.bias": None, "old.0.bias": torch.zeros(4)}, r"Missing \(1\).*Unexpected \(1\)"),
+    ],
+)
+def test_a_plain_loader_takes_the_state_dict_as_it_is(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    ModelRegistry.register_model("Lenient", Lenient)
+    _write(tmp_path, {"_class_name": "Lenient", "width": 4})
+    state = {**Lenient(4).state_dict(), **change}
+    tensors = {name: value for name, value in state.items() if value is not None}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert _neural(tmp_path).receipt
+    with pytest.raises(CheckpointError, match=said):
+        _plain(tmp_path)
+    save_file(Lenient(4).state_dict(), tmp_path / "model.safetensors")
+    assert _plain(tmp_path).receipt
 
 
 def test_fields_of_another_release_are_left_out_for_a_subclass_too(

@@ -29,6 +29,7 @@ from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader imp
 from sglang.multimodal_gen.runtime.loader.component_loaders.text_encoder_loader import (
     TextEncoderLoader,
 )
+from sglang.multimodal_gen.runtime.loader.residency import component_facts
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, UserError
 
 IDS = torch.tensor([[3, 7, 11, 29]])
@@ -271,6 +272,31 @@ def test_an_encoder_that_does_not_divide_is_spread_over_fewer(
         "text_encoder: num_attention_heads=2 of CLIPTextModel does not divide over 8 ranks; it is "
         "spread over 2 (tp), and each slice is held 4 times"
     ]
+
+
+@pytest.mark.parametrize("groups", [{"weights": 2}, {"weights": 8, "tp": 2}, {"weights": 8}, {}])
+def test_an_encoders_share_is_that_of_the_ranks_it_divides_over(
+    tmp_path: Path, groups: dict[str, int]
+) -> None:
+    _save(_clip(), tmp_path)
+    spreads = tuple(Group(name, 1, tuple(range(size))) for name, size in groups.items())
+    weights = spreads[0] if spreads else Group("weights")
+    parallel = dataclasses.replace(ParallelState.single(), spreads=spreads, weights=weights)
+
+    def facts(parallel: ParallelState) -> int:
+        spec = ComponentSpec(
+            name="text_encoder", path=tmp_path, library="transformers",
+            architecture="CLIPTextModel", precision="fp32", device="cpu", parallel=parallel,
+        )  # fmt: skip
+        return component_facts(spec, TextEncoderLoader(), "text_encoder").nbytes
+
+    whole = facts(ParallelState.single())
+    if groups == {"weights": 8}:
+        with pytest.raises(UserError, match="does not divide over the ranks"):
+            facts(parallel)
+        return
+    share = 2 if groups else 1
+    assert whole / share <= facts(parallel) <= 1.05 * whole / share
 
 
 def test_an_encoder_that_divides_over_no_group_is_refused(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from .pipelines import (
     UnencodedPipeline,
     UnscaledPipeline,
     WholePipeline,
+    WrongHeadsPipeline,
 )
 
 for pipeline, config in (
@@ -43,5 +44,6 @@ for pipeline, config in (
     (UnscaledPipeline, WholeConfig),
     (BiasTwicePipeline, WholeConfig),
     (AlonePipeline, WholeConfig),
+    (WrongHeadsPipeline, WholeConfig),
 ):
     register_pipeline(pipeline, sampling_param_cls=FluxSamplingParams, pipeline_config_cls=config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import nn
 
@@ -9,6 +11,7 @@ from sglang.multimodal_gen.runtime.layers.linear import RowParallelLinear
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     NeuralComponentLoader,
 )
+from sglang.multimodal_gen.runtime.models.dits import flux
 from sglang.multimodal_gen.runtime.models.dits.flux import FluxAttention, FluxTransformer2DModel
 from sglang.multimodal_gen.runtime.pipelines.flux import FluxPipeline
 from sglang.multimodal_gen.runtime.pipelines_core.stages import (
@@ -127,6 +130,28 @@ class UnscaledLoader(NeuralComponentLoader):
 class UnscaledPipeline(FluxPipeline):
     pipeline_name = "UnscaledPipeline"
     component_loaders = {"transformer": UnscaledLoader}
+
+
+class WrongHeads(FluxTransformer2DModel):
+    """Its table counts something else than heads."""
+
+    planned_heads = 3
+    TP_PLAN = {
+        pattern: dataclasses.replace(entry, heads="planned_heads")
+        if getattr(entry, "heads", None)
+        else entry
+        for pattern, entry in flux.TP_PLAN.items()
+    }
+
+
+class WrongHeadsLoader(NeuralComponentLoader):
+    def model_class(self, spec):
+        return WrongHeads
+
+
+class WrongHeadsPipeline(FluxPipeline):
+    pipeline_name = "WrongHeadsPipeline"
+    component_loaders = {"transformer": WrongHeadsLoader}
 
 
 class BiasTwicePipeline(FluxPipeline):

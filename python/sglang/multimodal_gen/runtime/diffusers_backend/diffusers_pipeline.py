@@ -178,10 +178,10 @@ def _refuse_overrides(source: ModelSource, server_args: ServerArgs) -> None:
     if server_args.vae.vae_mode != "auto":
         problem = "the Diffusers backend decodes as its pipeline does. Leave it out"
         raise InvalidArgument("vae_mode", server_args.vae.vae_mode, problem)
-    for name, path in model.component_paths.items():
-        raise InvalidArgument(
-            f"component_paths.{name}", path, "the Diffusers backend loads one whole folder"
-        )
+    for field in ("component_paths", "component_weights_paths"):
+        for name, path in getattr(model, field).items():
+            problem = "the Diffusers backend loads one whole folder; leave it out, or change that"
+            raise InvalidArgument(f"{field}.{name}", path, problem)
     for name, value in model.component_precisions.items():
         if name not in known:
             raise InvalidArgument(

@@ -7,10 +7,10 @@ from typing import Any
 
 from diffusers.utils import is_accelerate_available
 
-from sglang.multimodal_gen.runtime.loader.components import role_of
 from sglang.multimodal_gen.runtime.loader.model_source import ModelSource
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.server_args.memory_args import MemoryArgs
+from sglang.multimodal_gen.runtime.utils.component_roles import role_of
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 

@@ -10,13 +10,14 @@ from typing import Any
 from torch import nn
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
-from sglang.multimodal_gen.runtime.layers.lora.normal_form import denoisers_of
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentLoader,
     ComponentSpec,
     LoadedComponent,
     NeuralComponentLoader,
+    PlainStateDictComponentLoader,
 )
+from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes import library_class
 from sglang.multimodal_gen.runtime.loader.component_loaders.scheduler_loader import (
     SchedulerLoader,
 )
@@ -33,15 +34,18 @@ from sglang.multimodal_gen.runtime.loader.residency import (
     component_facts,
     module_facts,
     plan_components,
+    share_of,
 )
 from sglang.multimodal_gen.runtime.loader.weights import dtype_rule
 from sglang.multimodal_gen.runtime.memory.host_home import HostHome
 from sglang.multimodal_gen.runtime.memory.offloaded_component import OffloadedComponent
 from sglang.multimodal_gen.runtime.memory.plan import ComponentFacts, Residency, ResidencyPlan
 from sglang.multimodal_gen.runtime.memory.weight_home import WeightHome
+from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
 from sglang.multimodal_gen.runtime.platforms.copy_lane import CopyLane, copy_lane
 from sglang.multimodal_gen.runtime.platforms.memory import MemoryFacts
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.utils.component_roles import is_denoiser, role_of
 from sglang.multimodal_gen.runtime.utils.errors import (
     CheckpointError,
     InvalidArgument,
@@ -59,12 +63,6 @@ LOADERS: Mapping[str, type[ComponentLoader]] = {
     "tokenizer": TokenizerLoader,
 }
 """Role -> its default loader."""
-
-
-def role_of(component: str) -> str:
-    """``text_encoder_2`` plays the role ``text_encoder``."""
-    base, _, number = component.rpartition("_")
-    return base if base and number.isdigit() else component
 
 
 def read_component_configs(
@@ -147,6 +145,8 @@ def plan_memory(
     `load_components`. Components that are ``given`` ready stay as they are unless a flag names
     them; ``source`` may be None if there are no others.
 
+    ``memory`` is what this node has free; its ranks share the host's part.
+
     Raises:
         InvalidArgument: a memory flag cannot be honoured.
         OutOfMemory: the components fit in no way.
@@ -157,11 +157,12 @@ def plan_memory(
             source, names, server_args, loaders, default_configs, parallel=parallel
         )
     known = [
-        module_facts(name, module, role_of(name))
+        module_facts(name, module)
         for name, module in given.items()
         if isinstance(module, nn.Module)
     ]
-    return plan_components(facts, known, [*names, *given], server_args.memory, memory, parallel)
+    share = share_of(memory, server_args.parallel, parallel)
+    return plan_components(facts, known, [*names, *given], server_args.memory, share, parallel)
 
 
 def components_facts(
@@ -176,7 +177,7 @@ def components_facts(
     """The sizes of all components that have weights, from headers; raises as `load_components`."""
     chosen, specs = _found(source, names, server_args, loaders, default_configs, parallel)
     return [
-        component_facts(specs[name], loader, _role(name, names[name]))
+        component_facts(specs[name], loader, role_of(name, names[name]))
         for name, loader in chosen.items()
         if isinstance(loader, NeuralComponentLoader)
     ]
@@ -234,7 +235,9 @@ def _found(
     chosen = {name: _loader(name, key, loaders) for name, key in names.items()}
     _check_weights(chosen, server_args)
     specs = {
-        name: _spec(source, name, key, server_args, default_configs.get(name), parallel)
+        name: _spec(
+            source, name, key, server_args, chosen[name], default_configs.get(name), parallel
+        )
         for name, key in names.items()
     }
     for name, spec in specs.items():
@@ -242,11 +245,6 @@ def _found(
         if isinstance(chosen[name], NeuralComponentLoader):
             _ = spec.checkpoint
     return chosen, specs
-
-
-def _role(name: str, key: str) -> str:
-    """The component's own role, else that of the component it stands for."""
-    return role_of(name) if role_of(name) in LOADERS else role_of(key)
 
 
 def _homes(
@@ -281,7 +279,7 @@ def _shared(progress: ProgressListener | None, before: int, total: int) -> Progr
 
 def _loader(name: str, key: str, loaders: Mapping[str, type[ComponentLoader]]) -> ComponentLoader:
     """The pipeline's choice for this very name, else the role's, else that of an alias's target."""
-    cls = loaders.get(name) or LOADERS.get(role_of(name)) or LOADERS.get(role_of(key))
+    cls = loaders.get(name) or LOADERS.get(role_of(name, key))
     if cls is None:
         raise PipelineDefinitionError(
             f"component {name!r} has no default loader.{did_you_mean(role_of(name), LOADERS)} "
@@ -295,6 +293,7 @@ def _spec(
     name: str,
     key: str,
     server_args: ServerArgs,
+    loader: ComponentLoader,
     default_config: Mapping[str, Any] | None,
     parallel: ParallelState,
 ) -> ComponentSpec:
@@ -314,19 +313,57 @@ def _spec(
             f"is weights alone; a folder with the config.json of {name} must say which model they "
             f"are for: --component-paths.{name} FOLDER",
         )
-    library, architecture = entry or class_in_folder(path)
+    library, architecture = component_class(source, name, key, server_args)
     return ComponentSpec(
         name=name,
         path=path,
         library=library,
         architecture=architecture,
-        precision=_precision(name, server_args),
+        precision=_precision(name, key, loader, server_args),
         device=str(parallel.device),
         parallel=parallel,
         weights=_weights(source, name, key, server_args),
         default_config=default_config,
-        is_denoiser=bool(denoisers_of([name, key])),
+        is_denoiser=is_denoiser(name, key),
     )
+
+
+def component_class(
+    source: ModelSource, name: str, key: str, server_args: ServerArgs
+) -> tuple[str, str] | tuple[None, None]:
+    """A component's library and class: what the index says, of a replaced one what its folder says.
+
+    Transformers' folders name the whole model that they were saved from. Where the index's class
+    is of that model, or of a part of it (``CLIPTextModel`` of ``CLIPModel``), it stays: it says
+    which part the pipeline uses.
+    """
+    path, indexed = _path(source, name, key, server_args), source.components.get(key)
+    if name not in server_args.model.component_paths and indexed is not None:
+        return indexed
+    library, architecture = class_in_folder(path)
+    if library is None or architecture is None:
+        return indexed or (None, None)
+    if indexed is not None and library == "transformers" and _is_part(name, indexed, path):
+        return indexed
+    return library, architecture
+
+
+def _is_part(name: str, indexed: tuple[str, str], folder: Path) -> bool:
+    """Whether a class of Transformers can be made from a folder's configuration."""
+    library, architecture = indexed
+    if ModelRegistry.knows(architecture):
+        cls: Any = ModelRegistry.resolve_model_cls(architecture)[0]
+    elif library == "transformers":
+        cls = library_class(name, library, architecture)
+    else:
+        return False
+    config_class = getattr(cls, "config_class", None)
+    if config_class is None or not (folder / "config.json").is_file():
+        return False
+    whole = read_json_object(folder / "config.json")
+    part = whole.get(config_class.base_config_key)
+    configs = [whole, part] if isinstance(part, dict) else [whole]
+    return any(config.get("model_type") == config_class.model_type for config in configs)
 
 
 def _path(source: ModelSource, name: str, key: str, server_args: ServerArgs) -> Path:
@@ -351,18 +388,21 @@ def _weights(source: ModelSource, name: str, key: str, server_args: ServerArgs) 
     return path
 
 
-def _precision(name: str, server_args: ServerArgs) -> str:
+def _precision(name: str, key: str, loader: ComponentLoader, server_args: ServerArgs) -> str:
     """What was said for this component, else for all, else what the family's config says."""
     model, config = server_args.model, server_args.pipeline_config
     if name in model.component_precisions:
         return model.component_precisions[name]
     if model.precision not in ("config", "auto") or config is None:
         return "fp32" if model.precision in ("config", "auto") else model.precision
-    role = role_of(name)
+    if isinstance(loader, PlainStateDictComponentLoader):
+        return config.dit_precision  # auxiliary modules work beside the denoiser
+    role = role_of(name, key)
     if role == "vae":
         return config.vae_precision
     if role == "text_encoder":
-        suffix = name.removeprefix("text_encoder").removeprefix("_")
+        label = name if role_of(name) == role else key
+        suffix = label.removeprefix("text_encoder").removeprefix("_")
         index = int(suffix) - 1 if suffix else 0
         precisions = config.text_encoder_precisions
         return precisions[min(index, len(precisions) - 1)]

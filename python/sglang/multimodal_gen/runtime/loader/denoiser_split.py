@@ -14,14 +14,12 @@ from sglang.multimodal_gen.runtime.layers.sequence_parallel import (
     split_denoiser,
 )
 from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes import library_class
-from sglang.multimodal_gen.runtime.loader.components import read_component_configs, role_of
+from sglang.multimodal_gen.runtime.loader.components import component_class, read_component_configs
 from sglang.multimodal_gen.runtime.loader.model_source import ModelSource
 from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.utils.component_roles import is_denoiser
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
-
-DENOISER = "transformer"
-"""The role of components whose sequence is split."""
 
 
 def check_denoisers(
@@ -66,8 +64,8 @@ def _classes(
     configs = {**default_configs, **read_component_configs(source, names, server_args)}
     for name in _denoisers(names):
         config = configs.get(name, {})
-        library, indexed = source.components.get(names[name]) or (None, None)
-        architecture = config.get("_class_name") or indexed
+        library, named = component_class(source, name, names[name], server_args)
+        architecture = config.get("_class_name") or named
         if not isinstance(architecture, str):
             continue
         if ModelRegistry.knows(architecture):
@@ -93,10 +91,10 @@ def split_denoisers(
         raise InvalidArgument(
             "sp_degree",
             parallel.sp.size,
-            f"no component of this pipeline ({', '.join(names)}) is a {DENOISER}, so there is no "
-            "sequence to split; leave sp_degree, ulysses_degree and ring_degree out",
+            f"no component of this pipeline ({', '.join(names)}) is a denoiser, so there is "
+            "no sequence to split; leave sp_degree, ulysses_degree and ring_degree out",
         )
 
 
 def _denoisers(names: Mapping[str, str]) -> list[str]:
-    return [name for name, key in names.items() if DENOISER in (role_of(name), role_of(key))]
+    return [name for name, key in names.items() if is_denoiser(name, key)]

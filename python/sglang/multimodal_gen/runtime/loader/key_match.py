@@ -49,6 +49,7 @@ def match_keys(
     rename: Rename,
     ignore_unexpected: Iterable[str] = (),
     ignore_missing: Iterable[str] = (),
+    ignore_computed: bool = True,
 ) -> KeyMatch:
     """The match of a module's state and a checkpoint's tensors, or an error that lists all faults.
 
@@ -60,6 +61,8 @@ def match_keys(
         ignore_unexpected: patterns (``re.search``) of module names that may be stored in vain.
         ignore_missing: patterns of persistent *buffers* that may be absent: the constructor's
             values stay. A parameter is never excused: it would have no values at all.
+        ignore_computed: buffers that the constructor computes and does not save may be stored in
+            vain.
 
     Raises:
         CheckpointError: for missing, unexpected or misshapen tensors, all in one message.
@@ -67,7 +70,11 @@ def match_keys(
     state = _state(module)
     stored_for = _stored_names(checkpoint, rename, label)
     extra = [name for name in stored_for if name not in state]
-    ignored = {name for name in extra if _may_be_ignored(name, module, ignore_unexpected)}
+    ignored = {
+        name
+        for name in extra
+        if _matches(name, ignore_unexpected) or (ignore_computed and _is_computed(name, module))
+    }
     slots: list[Slot] = []
     missing: list[str] = []
     for names in _tie_groups(state):
@@ -143,9 +150,7 @@ def _tie_groups(state: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
     return [tuple(names) for names in groups.values()]
 
 
-def _may_be_ignored(name: str, module: nn.Module, patterns: Iterable[str]) -> bool:
-    if _matches(name, patterns):
-        return True
+def _is_computed(name: str, module: nn.Module) -> bool:
     # A buffer that the constructor computes and does not save: older files still carry it.
     path, _, leaf = name.rpartition(".")
     try:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from sglang.multimodal_gen.runtime.layers.lora.adapter_keys import DENOISER, other_adapter_type
+from sglang.multimodal_gen.runtime.layers.lora.adapter_keys import other_adapter_type
 from sglang.multimodal_gen.runtime.layers.lora.normal_form import AdapterConfig, AlphaSource
 from sglang.multimodal_gen.runtime.loader.checkpoint import PICKLE_SUFFIXES, SUFFIX, listed
 from sglang.multimodal_gen.runtime.loader.hub import fetch_adapter_from_hub, files_on_hub
 from sglang.multimodal_gen.runtime.loader.json_file import read_json_object
 from sglang.multimodal_gen.runtime.loader.safetensors_header import StoredTensor, read_header
 from sglang.multimodal_gen.runtime.loader.tensor_reader import TensorReader
+from sglang.multimodal_gen.runtime.utils.component_roles import DENOISER
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
-from sglang.multimodal_gen.runtime.layers.tensor_parallel import plan_of
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentSpec,
     NeuralComponentLoader,
@@ -21,6 +20,7 @@ from sglang.multimodal_gen.runtime.loader.safetensors_header import StoredTensor
 from sglang.multimodal_gen.runtime.memory.layerwise import (
     LayerwiseOffloadableModuleMixin,
     streamed_blocks,
+    streams,
 )
 from sglang.multimodal_gen.runtime.memory.plan import (
     ComponentFacts,
@@ -31,6 +31,9 @@ from sglang.multimodal_gen.runtime.memory.plan import (
 from sglang.multimodal_gen.runtime.memory.wishes import wishes_of
 from sglang.multimodal_gen.runtime.platforms.memory import MemoryFacts
 from sglang.multimodal_gen.runtime.server_args.memory_args import MemoryArgs
+from sglang.multimodal_gen.runtime.server_args.parallel_args import ParallelArgs
+from sglang.multimodal_gen.runtime.utils.component_roles import is_denoiser, role_of
+from sglang.multimodal_gen.runtime.utils.environ import launched_rank
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 from sglang.multimodal_gen.runtime.utils.precision import parse_precision
 
@@ -46,7 +49,8 @@ def plan_components(
     parallel: ParallelState,
 ) -> ResidencyPlan:
     """The plan for one pipeline's components: those to load, and those that are ``ready``, which
-    are planned only where a flag names them. ``names`` are all components, for messages.
+    are planned only where a flag names them. ``names`` are all components, for messages;
+    ``memory`` is this rank's share (`share_of`).
 
     Raises:
         InvalidArgument: a memory flag cannot be honoured for these components and ranks.
@@ -66,7 +70,7 @@ def plan_components(
     modes = {name: mode for name, mode in wishes.modes.items() if name in planned}
     plan = plan_residency(
         [*facts, *moved],
-        _share_of(memory, parallel),
+        memory,
         replace(wishes, modes=modes),
         device=parallel.device.type,
     )
@@ -88,31 +92,30 @@ def component_facts(
         rename(name): _loaded_bytes(stored, dtype)
         for name, stored in spec.checkpoint.tensors.items()
     }
-    streams = _streams(cls)
-    blocks = _block_bytes(sizes, getattr(cls, "layer_names", ())) if streams else ()
-    group, ways = _group(cls, role), 1
-    if plan_of(cls):
-        ways = (spec.parallel.tp if group == "dit" else spec.parallel.weights).size
+    blocks = _block_bytes(sizes, getattr(cls, "layer_names", ())) if streams(cls) else ()
+    group, ways = _group(cls, role, spec.is_denoiser), loader.ways(cls, spec)
 
     def share(nbytes: int) -> int:
         return nbytes if ways == 1 else -(-nbytes // ways) + nbytes // 64
 
     return ComponentFacts(
-        spec.name, group, share(sum(sizes.values())), tuple(map(share, blocks)), streams
+        spec.name, group, share(sum(sizes.values())), tuple(map(share, blocks)), streams(cls)
     )
 
 
-def module_facts(name: str, module: nn.Module, role: str) -> ComponentFacts:
+def module_facts(name: str, module: nn.Module) -> ComponentFacts:
     """The same of a module that is there already."""
     cls = type(module)
     nbytes = sum(parameter.nbytes for parameter in module.parameters())
     blocks: tuple[int, ...] = ()
-    if _streams(cls):
+    if streams(cls):
         blocks = tuple(
             sum(parameter.nbytes for parameter in block.parameters())
             for block in streamed_blocks(module).values()
         )
-    return ComponentFacts(name, _group(cls, role), nbytes, blocks, _streams(cls))
+    return ComponentFacts(
+        name, _group(cls, role_of(name), is_denoiser(name)), nbytes, blocks, streams(cls)
+    )
 
 
 def check_sharding(
@@ -141,12 +144,7 @@ def check_sharding(
             raise InvalidArgument(field, wish, problem)
 
 
-def _streams(cls: type) -> bool:
-    return issubclass(cls, LayerwiseOffloadableModuleMixin) and bool(cls.layer_names)
-
-
-def _group(cls: type, role: str) -> str:
-    is_dit = role == "transformer"
+def _group(cls: type, role: str, is_dit: bool) -> str:
     if issubclass(cls, LayerwiseOffloadableModuleMixin):
         is_dit = cls.layerwise_offload_dit_group_enabled
     return "dit" if is_dit else role
@@ -181,11 +179,13 @@ def _shared_by(component: ComponentFacts, ranks: int) -> ComponentFacts:
     return ComponentFacts(component.name, component.group, nbytes, (), streams=False)
 
 
-def _share_of(memory: MemoryFacts, parallel: ParallelState) -> MemoryFacts:
-    """One rank's part of the host; of the device too where that is the host."""
+def share_of(memory: MemoryFacts, args: ParallelArgs, parallel: ParallelState) -> MemoryFacts:
+    """One rank's part of its node's host; of the device too where that is the host."""
+    launched = launched_rank()
     ranks = parallel.layout.world_size
-    if ranks == 1:
+    here = ranks // args.nnodes if launched is None else min(launched.local_world_size, ranks)
+    if here <= 1:
         return memory
-    host = None if memory.host_free is None else memory.host_free // ranks
+    host = None if memory.host_free is None else memory.host_free // here
     on_cpu = parallel.device.type == "cpu"
     return MemoryFacts(host if on_cpu else memory.device_free, memory.device_total, host)

@@ -75,6 +75,7 @@ def load_weights(
     label: str,
     progress: ProgressListener | None = None,
     home: WeightHome | None = None,
+    exact: bool = False,
 ) -> LoadReceipt:
     """Fill a module that was built on meta; afterwards it is whole, frozen and in eval mode.
 
@@ -90,13 +91,14 @@ def load_weights(
         label: the component's name, for messages and progress.
         progress: told bytes done of ``checkpoint.total_bytes``, after each tensor.
         home: takes weights that do not go to the device: into host memory, or over ranks.
+        exact: stored names are the module's, one to one; what its class declares is not heard.
 
     Raises:
         CheckpointError: before any allocation if names or shapes do not match (see match_keys);
             while reading if tied weights are stored twice with different values.
         PipelineDefinitionError: if the constructor left a buffer without values.
     """
-    match = _match(module, checkpoint, label)
+    match = _match(module, checkpoint, label, exact=exact)
     dtype_for = dtype_rule(module, dtype)
     tracker = _Tracker(checkpoint, match, label, progress)
     counts: Counter[str] = Counter()
@@ -168,7 +170,9 @@ def _weight_specs(module: nn.Module, match: KeyMatch, dtype_for: DtypeRule) -> l
     return specs
 
 
-def _match(module: nn.Module, checkpoint: Checkpoint, label: str) -> KeyMatch:
+def _match(module: nn.Module, checkpoint: Checkpoint, label: str, *, exact: bool) -> KeyMatch:
+    if exact:
+        return match_keys(module, checkpoint, label=label, rename=str, ignore_computed=False)
     if is_transformers_model(module):
         rename = transformers_rename(module, label)
         ignored = list(transformers_ignored(module))

@@ -56,14 +56,15 @@ class ModelDescription:
     ) -> Self:
         """Find the model that the arguments name; reads its JSON files, no weights.
 
-        ``pipeline_config`` is an operator's settings for the family's config, or a whole one.
+        ``pipeline_config`` is an operator's settings for the family's config, or a whole one of
+        that class. A ``task_type`` among the settings is one of those that the checkpoint allows.
 
         Raises:
             ModelNotFound: nothing is there, or no family serves it.
             CheckpointError: a file of it, or an adapter's, is missing or damaged, or its
                 ``sampling_params.json`` holds a bad value.
             InvalidArgument: adapters are asked for, and the pipeline takes none; or several ranks,
-                and the pipeline uses one.
+                and the pipeline uses one; or ``pipeline_config`` is of another family.
         """
         source, info = REGISTRY.find(server_args.model)
         check_backend(info.backend, server_args.parallel)
@@ -73,15 +74,27 @@ class ModelDescription:
                 problem = f"{info.pipeline_cls.__name__} takes no LoRA adapters"
                 raise InvalidArgument("lora_path", path, problem)
             find_lora_file(path)
+        task: dict[str, Any] = {}
         if isinstance(pipeline_config, PipelineConfig):
             config = pipeline_config
+            if not isinstance(config, info.pipeline_config_cls):
+                problem = (
+                    f"{info.pipeline_cls.__name__} takes a {info.pipeline_config_cls.__name__}"
+                )
+                raise InvalidArgument("pipeline_config", type(config).__name__, problem)
         elif not isinstance(pipeline_config, Mapping | None):
             problem = "must be a PipelineConfig or a mapping of its fields"
             raise InvalidArgument("pipeline_config", pipeline_config, problem)
         else:
-            config = info.pipeline_config_cls().with_settings(pipeline_config or {})
+            settings = dict(pipeline_config or {})
+            if info.backend == "sglang" and "task_type" in settings:
+                task = {"task_type": settings.pop("task_type")}
+            config = info.pipeline_config_cls().with_settings(settings)
         args = dataclasses.replace(server_args, model=model, pipeline_config=config)
         args = info.pipeline_cls.bind_checkpoint(source, args)
+        assert args.pipeline_config is not None
+        # Only now: what a pipeline is capable of may depend on the checkpoint.
+        args = dataclasses.replace(args, pipeline_config=args.pipeline_config.with_settings(task))
         assert args.pipeline_config is not None
         args.pipeline_config.get_supported_task_types()  # a bad declaration ends here
         defaults = read_sampling_defaults(source.root)

@@ -23,6 +23,12 @@ class LayerwiseOffloadableModuleMixin:
     layerwise_offload_dit_group_enabled: ClassVar[bool] = True
 
 
+def streams(component: object) -> bool:
+    """Whether a component, or a class of components, can be streamed block by block."""
+    cls = component if isinstance(component, type) else type(component)
+    return issubclass(cls, LayerwiseOffloadableModuleMixin) and bool(cls.layer_names)
+
+
 def streamed_blocks(module: nn.Module) -> Mapping[str, nn.Module]:
     """Path -> block, for all blocks that a module lists, in running order.
 

@@ -29,7 +29,6 @@ from sglang.multimodal_gen.runtime.loader.components import (
     offload_given,
     plan_memory,
     read_component_configs,
-    role_of,
 )
 from sglang.multimodal_gen.runtime.loader.denoiser_split import (
     check_denoisers,
@@ -64,6 +63,7 @@ from sglang.multimodal_gen.runtime.platforms.copy_lane import copy_lane
 from sglang.multimodal_gen.runtime.platforms.device import peak_memory_mb, reset_peak_memory
 from sglang.multimodal_gen.runtime.platforms.memory import memory_facts
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.utils.component_roles import role_of
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, PipelineDefinitionError
 from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean

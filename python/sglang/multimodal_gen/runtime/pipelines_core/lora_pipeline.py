@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -16,7 +16,6 @@ from sglang.multimodal_gen.configs.lora_choice import LoRAChoice
 from sglang.multimodal_gen.runtime.layers.lora.adapted_module import AdaptedModule
 from sglang.multimodal_gen.runtime.layers.lora.normal_form import NormalForm, to_normal_form
 from sglang.multimodal_gen.runtime.layers.lora.receipt import LoRAReceipt, listed
-from sglang.multimodal_gen.runtime.loader.components import role_of
 from sglang.multimodal_gen.runtime.loader.lora_file import LoRAFile, find_lora_file
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
     ComposedPipelineBase,
@@ -34,6 +33,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.lora_selection import (
     Selection,
     select,
 )
+from sglang.multimodal_gen.runtime.utils.component_roles import role_of
 from sglang.multimodal_gen.runtime.utils.errors import (
     CheckpointError,
     InvalidArgument,
@@ -180,7 +180,8 @@ class LoRAPipeline(ComposedPipelineBase):
         Raises:
             InvalidArgument: lists of different lengths, an unknown name without path, a target
                 that is no component or that the adapter does not change, a weight that is none.
-            CheckpointError: as `load_lora_adapter`. Nothing changed in either case.
+            CheckpointError: as `load_lora_adapter`. In either case all is as before: what this call
+                loaded is unloaded, and what was in force is in force.
         """
         names = [lora_nickname] if isinstance(lora_nickname, str) else list(lora_nickname)
         count = len(names)
@@ -190,9 +191,10 @@ class LoRAPipeline(ComposedPipelineBase):
         for weight in weights:
             check_weight("strength", weight)
         mode = merge_mode_of(merge_weights, merge_mode)
-        with self._lora_lock:
+        with self._lora_lock, ExitStack() as undo:
             for name in targets:
                 self._check_target(name)
+            undo.callback(self._unload_all_but, set(self._adapters))
             chosen = [
                 self._loaded(name) if path is None else self._load(path, name)
                 for name, path in zip(names, paths, strict=True)
@@ -205,8 +207,10 @@ class LoRAPipeline(ComposedPipelineBase):
                 for component in self._components() if name == "all" else [name]:
                     wanted.setdefault(component, []).append((adapter, float(weight)))
             for component, choices in wanted.items():
+                undo.callback(self._apply, component, self._selection(component))
                 selection = select(choices, component, "live" if mode == "dynamic" else "merged")
                 self._apply(component, selection, may_run_live=mode == "auto")
+            undo.pop_all()
             return tuple(adapter.receipt for adapter in chosen)
 
     def merge_lora_weights(
@@ -360,6 +364,10 @@ class LoRAPipeline(ComposedPipelineBase):
     def _load(self, path: str, name: str) -> LoadedAdapter:
         self.load_lora_adapter(path, name)
         return self._adapters[name]
+
+    def _unload_all_but(self, names: Collection[str]) -> None:
+        for name in [name for name in self._adapters if name not in names]:
+            self.unload_lora_adapter(name)
 
     def _loaded(self, name: str) -> LoadedAdapter:
         if name not in self._adapters:

@@ -33,14 +33,16 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check measured. ``skipped`` says why nothing could be compared.
+    """What a check measured.
 
-    ``bound`` takes the place of the check's, where it compares several things.
+    ``skipped`` says why nothing could be compared, ``unsupported`` why the model cannot do
+    all of it. ``bound`` takes the place of the check's, where it compares several things.
     """
 
     error: float
     detail: str = ""
     skipped: str | None = None
+    unsupported: str | None = None
     bound: float | None = None
 
 

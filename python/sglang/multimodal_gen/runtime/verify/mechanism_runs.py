@@ -10,18 +10,26 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from sglang.multimodal_gen.runtime.layers.first_tensor import first_tensor
+from sglang.multimodal_gen.runtime.memory.layerwise import streams
 from sglang.multimodal_gen.runtime.models.vaes.parallel_tiled_vae import ParallelTiledVAE
 from sglang.multimodal_gen.runtime.server_args.memory_args import MemoryArgs
+from sglang.multimodal_gen.runtime.utils.component_roles import DENOISER
+from sglang.multimodal_gen.runtime.utils.errors import UserError
 from sglang.multimodal_gen.runtime.verify.baseline import Baseline
 from sglang.multimodal_gen.runtime.verify.evidence import Finding
 from sglang.multimodal_gen.runtime.verify.measure import FINAL_LIMIT, FORWARD_LIMIT, relative_l2
-from sglang.multimodal_gen.runtime.verify.on_ranks import CannotRun, RankRun, counted_tiles
-from sglang.multimodal_gen.runtime.verify.port import Port, denoiser_names
-from sglang.multimodal_gen.runtime.verify.recorder import first
+from sglang.multimodal_gen.runtime.verify.on_ranks import (
+    CannotRun,
+    RankRun,
+    Refused,
+    counted_tiles,
+)
+from sglang.multimodal_gen.runtime.verify.port import Port
 
-ENCODER, DENOISER = "text_encoder", "transformer"
+ENCODER = "text_encoder"
 SEQUENCE = ("ulysses", "ring", "sp")
 
 
@@ -38,7 +46,7 @@ def run_tiled(port: Port, baseline: Baseline) -> Finding:
     try:
         with torch.inference_mode(), counted_tiles(vae) as here:
             z = latents.to(next(vae.parameters()).device)
-            alone = first(vae.decode(z, return_dict=False)).cpu()
+            alone = first_tensor(vae.decode(z, return_dict=False)).cpu()
     finally:
         vae.disable_tiling()
     tiles = here["tiles"]
@@ -76,10 +84,10 @@ def run_encoder_tp(port: Port, baseline: Baseline) -> Finding:
     """
     try:
         runs = baseline.ranks.run("tp", baseline.request)
-    except CannotRun as refused:
+    except (CannotRun, Refused, UserError) as refused:
         try:
             runs = baseline.ranks.run("sp", baseline.request)
-        except CannotRun:
+        except (CannotRun, Refused, UserError):
             raise refused from None
     calls = [run.calls(ENCODER) for run in runs]
     if not all(calls):
@@ -118,9 +126,14 @@ def run_cfg_parallel(port: Port, baseline: Baseline) -> Finding:
 
 
 def run_layerwise_offload(port: Port, baseline: Baseline) -> Finding:
-    """The denoisers' blocks streamed from host memory: the same bits."""
-    pipeline = port.pipeline
-    names = [n for n in denoiser_names(type(pipeline)) if pipeline.get_module(n) is not None]
+    """The blocks of every component that lists some, streamed from host memory: the same bits.
+
+    Native support asks for it of all neural components: those that list none are named, and the
+    row is not green.
+    """
+    modules = {n: m for n, m in port.pipeline.modules.items() if isinstance(m, nn.Module)}
+    names = [name for name, module in modules.items() if streams(module)]
+    bare = [f"{n} ({type(m).__name__})" for n, m in modules.items() if n not in names]
     args = dataclasses.replace(
         port.model.server_args, memory=MemoryArgs(layerwise_offload_components=tuple(names))
     )
@@ -138,8 +151,12 @@ def run_layerwise_offload(port: Port, baseline: Baseline) -> Finding:
     still = [name for name, size in counted.items() if size == 0]
     if still:
         return Finding(float("inf"), f"nothing of {' and '.join(still)} was streamed")
-    megabytes = sum(counted.values()) / 1e6
-    return Finding(relative_l2(picture, baseline.picture), f"{megabytes:.1f} MB streamed")
+    sizes = ", ".join(f"{name} {size / 1e6:.1f}" for name, size in counted.items())
+    error, words = relative_l2(picture, baseline.picture), f"MB streamed: {sizes}"
+    if bare and error == 0:
+        problem = f"{', '.join(bare)}: no LayerwiseOffloadableModuleMixin with layer_names"
+        return Finding(0.0, unsupported=f"{problem}. The others give the same bits ({words})")
+    return Finding(error, words)
 
 
 def _agreement(baseline: Baseline, layout: str, *proofs: tuple[str, ...]) -> Finding:

@@ -20,13 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sglang.multimodal_gen.runtime.layers.model_table import table_of
-from sglang.multimodal_gen.runtime.loader.components import role_of
+from sglang.multimodal_gen.runtime.memory.layerwise import streams
 from sglang.multimodal_gen.runtime.models.vaes.parallel_tiled_vae import ParallelTiledVAE
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
     ComposedPipelineBase,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.lora_pipeline import LoRAPipeline
 from sglang.multimodal_gen.runtime.server_args.server_args import server_flags
+from sglang.multimodal_gen.runtime.utils.component_roles import DENOISER
 from sglang.multimodal_gen.runtime.verify.baseline import Baseline
 from sglang.multimodal_gen.runtime.verify.evidence import Finding
 from sglang.multimodal_gen.runtime.verify.measure import (
@@ -44,7 +45,7 @@ from sglang.multimodal_gen.runtime.verify.mechanism_runs import (
     run_tiled,
     run_tp_sp,
 )
-from sglang.multimodal_gen.runtime.verify.port import Port
+from sglang.multimodal_gen.runtime.verify.port import Port, kind_of
 from sglang.multimodal_gen.runtime.verify.request import Request
 
 RANK = 4
@@ -69,10 +70,9 @@ class Mechanism:
 
 DECLARED: Mapping[str, tuple[str, str]] = {
     "encoder-tp": ("text_encoder", "TP_PLAN"),
-    "dit-tp": ("transformer", "TP_PLAN"),
-    "sp": ("transformer", "SP_PLAN"),
-    "tp-sp": ("transformer", "SP_PLAN"),
-    "layerwise-offload": ("transformer", "layer_names"),
+    "dit-tp": (DENOISER, "TP_PLAN"),
+    "sp": (DENOISER, "SP_PLAN"),
+    "tp-sp": (DENOISER, "SP_PLAN"),
 }
 """Mechanism -> the role whose class declares it, and in which attribute."""
 
@@ -84,7 +84,8 @@ def declares(component: nn.Module | type, attribute: str) -> bool:
 
 
 def _components(pipeline: ComposedPipelineBase, role: str) -> list[nn.Module]:
-    found = [m for name, m in pipeline.modules.items() if role_of(name) == role]
+    cls = type(pipeline)
+    found = [m for name, m in pipeline.modules.items() if kind_of(name, cls) == role]
     return [m for m in found if isinstance(m, nn.Module)]
 
 
@@ -107,6 +108,12 @@ def _no_bands(port: Port) -> str | None:
     if isinstance(port.decoder, ParallelTiledVAE):
         return None
     return f"{type(port.decoder).__name__} is no ParallelTiledVAE: it works at once, on one rank"
+
+
+def _no_blocks(port: Port) -> str | None:
+    if any(map(streams, port.pipeline.modules.values())):
+        return None
+    return f"no component of {type(port.pipeline).__name__} lists its blocks (layer_names)"
 
 
 def _no_lora(port: Port) -> str | None:
@@ -200,7 +207,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism("tp-sp", "TP x SP", _needs("tp-sp", "--sp-degree"), run_tp_sp, FORWARD_LIMIT),
     Mechanism(
         "layerwise-offload", "layerwise offload",
-        _needs("layerwise-offload", "--layerwise-offload-components"), run_layerwise_offload, 0.0,
+        _no_blocks, run_layerwise_offload, 0.0,
     ),
     Mechanism("lora", "LoRA: live, merged, off", _no_lora, _lora),
 )  # fmt: skip

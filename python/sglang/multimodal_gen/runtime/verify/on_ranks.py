@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
-from sglang.multimodal_gen.runtime.loader.components import role_of
+from sglang.multimodal_gen.runtime.loader.components import read_component_configs
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.managers.open_worker import open_worker
 from sglang.multimodal_gen.runtime.managers.worker import Worker
@@ -26,9 +26,10 @@ from sglang.multimodal_gen.runtime.platforms.device import device_facts
 from sglang.multimodal_gen.runtime.server_args.parallel_args import ParallelArgs
 from sglang.multimodal_gen.runtime.server_args.resolve_parallel import resolve_parallel
 from sglang.multimodal_gen.runtime.server_args.vae_section import VAEArgs
-from sglang.multimodal_gen.runtime.utils.errors import UserError
-from sglang.multimodal_gen.runtime.verify.port import Port
+from sglang.multimodal_gen.runtime.utils.errors import OutOfMemory, UserError
+from sglang.multimodal_gen.runtime.verify.port import Port, kind_of
 from sglang.multimodal_gen.runtime.verify.request import Request
+from sglang.multimodal_gen.runtime.verify.shrunk_config import head_counts
 
 Say = Callable[[str], None]
 
@@ -43,7 +44,11 @@ with two branches of guidance on two ranks, each rank has the whole model."""
 
 
 class CannotRun(Exception):
-    """Ranks of this layout cannot be had for this model on this machine; why."""
+    """Ranks of this layout cannot be had on this machine; why."""
+
+
+class Refused(Exception):
+    """The model says itself that it has no such layout; why."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,14 @@ class Ranks:
     """Starts ranks when a layout is asked for; those of one layout at a time are there.
 
     A layout's run of the request is made once, for all rows that look at it. ``classes`` are those
-    of the pipeline's components: ranks must be able to import them.
+    of the pipeline's components: ranks must be able to import them. ``planless``: one of those has
+    no ``TP_PLAN``, so that layouts are refused rightly.
     """
 
     model: ModelDescription
     say: Say
     classes: tuple[type, ...] = ()
+    planless: bool = False
     _name: str | None = None
     _group: WorkerGroup | None = None
     _runs: dict[str, list[RankRun]] = field(default_factory=dict)
@@ -98,8 +105,9 @@ class Ranks:
         """The request on all ranks of a layout, by rank.
 
         Raises:
-            CannotRun: the model or the machine has no such layout.
-            DiffusionError: the run failed.
+            CannotRun: the machine has no such layout.
+            Refused: the model has none.
+            DiffusionError: the run failed, or the model refuses a layout that its heads divide by.
         """
         if layout not in self._runs:
             self._runs[layout] = self._on_all(layout, run_here, request)
@@ -112,7 +120,7 @@ class Ranks:
         try:
             return self._on_all(layout, decode_here, mode, tile, latents)
         except UserError as error:
-            raise CannotRun(" ".join(str(error).split())) from error
+            raise Refused(" ".join(str(error).split())) from error
 
     def close(self) -> None:
         """End the ranks; nothing of them stays."""
@@ -129,7 +137,9 @@ class Ranks:
         if self._group is not None and self._name == layout:
             return self._group
         self.close()
-        for cls in self.classes:
+        info = self.model.info
+        own = (info.pipeline_cls, info.sampling_param_cls, type(self.model.config))
+        for cls in (*self.classes, *own):
             if cls.__module__ == "__main__":
                 raise CannotRun(
                     f"{cls.__qualname__} is defined in the script that runs, which ranks do not "
@@ -137,14 +147,38 @@ class Ranks:
                 )
         try:
             model, words = _with_layout(self.model, LAYOUTS[layout])
-            self.say(f"starting {words}")
-            group = open_worker(model)
         except UserError as error:
-            # Refused by name before anything ran; a wrong plan or checkpoint is no user's mistake.
             raise CannotRun(" ".join(str(error).split())) from error
+        self.say(f"starting {words}")
+        try:
+            group = open_worker(model)
+        except OutOfMemory as error:
+            raise CannotRun(" ".join(str(error).split())) from error
+        except UserError as error:
+            # Its own numbers and classes say so, or its plan is wrong: then the row fails.
+            words = " ".join(str(error).split())
+            ranks = model.server_args.parallel.layout
+            if self.planless or not _heads_divide(self.model, (ranks.tp, ranks.sp)):
+                raise Refused(words) from error
+            raise UserError(words) from None  # of the rank's traceback nothing is needed
         assert isinstance(group, WorkerGroup), "each layout has several ranks"
         self._name, self._group = layout, group
         return group
+
+
+def _heads_divide(model: ModelDescription, sizes: Sequence[int]) -> bool:
+    """Whether all counts of heads in the checkpoint's configs divide: a right plan's do then too.
+
+    Encoders are spread over the ranks of the sequence too, over some of them where all are too
+    many.
+    """
+    ways = min((size for size in sizes if size > 1), default=1)
+    cls = model.info.pipeline_cls
+    configs = {
+        **cls.default_component_configs,
+        **read_component_configs(model.source, cls._index_names(), model.server_args),
+    }
+    return all(count % ways == 0 for config in configs.values() for count in head_counts(config))
 
 
 def _with_layout(model: ModelDescription, asked: ParallelArgs) -> tuple[ModelDescription, str]:
@@ -168,7 +202,8 @@ def run_here(worker: Worker, request: Request) -> RankRun:
     traffic: Counter[tuple[str, str, str]] = Counter()
     with ExitStack() as stack:
         for name, stage in worker.pipeline.stages.items():
-            roles = {role_of(component) for component in worker.pipeline.stage_uses[name]}
+            uses = worker.pipeline.stage_uses[name]
+            roles = {kind_of(component, type(worker.pipeline)) for component in uses}
             counting = _counting(stage.forward, roles, worker.pipeline.parallel, traffic)
             stack.enter_context(patch.object(stage, "forward", counting))
         record = port.run(request)

@@ -13,19 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
-from sglang.multimodal_gen.runtime.loader.components import role_of
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.managers.worker import Worker
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
     ComposedPipelineBase,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
+from sglang.multimodal_gen.runtime.utils.component_roles import DENOISER, is_denoiser, role_of
 from sglang.multimodal_gen.runtime.utils.errors import DiffusionError, UserError
 from sglang.multimodal_gen.runtime.verify.request import Request
 from sglang.multimodal_gen.runtime.verify.run_record import RunRecord, recorded_run
 
 EMBEDDINGS = ("prompt_embeds", "pooled_embeds", "negative_prompt_embeds", "neg_pooled_embeds")
-DENOISER_ROLES = ("transformer", "unet")
 
 
 class Port:
@@ -38,7 +37,7 @@ class Port:
         self.model = model
         self.worker = Worker(model) if worker is None else worker
         self.pipeline: ComposedPipelineBase = self.worker.pipeline
-        names = denoiser_names(type(self.pipeline))
+        names = denoiser_names(self.pipeline)
         self.denoisers: list[nn.Module] = [
             m for m in map(self.pipeline.get_module, names) if isinstance(m, nn.Module)
         ]
@@ -99,14 +98,22 @@ class Port:
         return batch
 
 
-def denoiser_names(pipeline: type[ComposedPipelineBase]) -> list[str]:
+def denoiser_names(pipeline: ComposedPipelineBase) -> list[str]:
     """The components of a pipeline that denoise."""
-    return [n for n in pipeline._required_config_modules if role_of(n) in DENOISER_ROLES]
+    names = pipeline._index_names(pipeline.required_config_modules)
+    return [name for name, key in names.items() if is_denoiser(name, key)]
 
 
 def decoder_name(pipeline: type[ComposedPipelineBase]) -> str | None:
     """The component whose ``decode`` turns latents into pixels."""
-    return next((n for n in pipeline._required_config_modules if role_of(n) == "vae"), None)
+    names = pipeline._index_names().items()
+    return next((name for name, key in names if role_of(name, key) == "vae"), None)
+
+
+def kind_of(component: str, pipeline: type[ComposedPipelineBase]) -> str:
+    """The role of a component or alias; that of every denoiser is `DENOISER`."""
+    key = pipeline._extra_config_module_map.get(component, component)
+    return DENOISER if is_denoiser(component, key) else role_of(component, key)
 
 
 def _noting(forward: Callable[..., Req], record: RunRecord) -> Callable[..., Req]:

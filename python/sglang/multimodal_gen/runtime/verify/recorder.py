@@ -16,6 +16,8 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
+from sglang.multimodal_gen.runtime.layers.first_tensor import first_tensor
+
 
 @dataclass(frozen=True)
 class Call:
@@ -61,7 +63,9 @@ def recorded_calls(
         bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         names = bound if inputs is None else inputs
         given = {name: bound[name] for name in names if isinstance(bound.get(name), Tensor)}
-        calls.append(Call({name: _copy(given[name]) for name in given}, _copy(first(output))))
+        calls.append(
+            Call({name: _copy(given[name]) for name in given}, _copy(first_tensor(output)))
+        )
 
     handles = [module.register_forward_hook(note, with_kwargs=True) for module in denoisers]
     try:
@@ -97,7 +101,7 @@ def recorded_decodes(vae: Any) -> Iterator[list[Decode]]:
         record = Decode(_copy(z))
         decodes.append(record)
         output = decode(z, *args, **kwargs)
-        record.picture = _copy(first(output))
+        record.picture = _copy(first_tensor(output))
         return output
 
     with patch.object(vae, "decode", watched):
@@ -113,16 +117,11 @@ def recorded_steps(scheduler: type) -> Iterator[list[SchedulerStep]]:
     @functools.wraps(step)
     def watched(self: Any, model_output: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = step(self, model_output, *args, **kwargs)
-        steps.append(SchedulerStep(_copy(model_output), _copy(first(result))))
+        steps.append(SchedulerStep(_copy(model_output), _copy(first_tensor(result))))
         return result
 
     with patch.object(scheduler, "step", watched):
         yield steps
-
-
-def first(output: Any) -> Tensor:
-    """The tensor itself, or the first one of a tuple or an output record."""
-    return output if isinstance(output, Tensor) else output[0]
 
 
 def _copy(value: Tensor) -> Tensor:

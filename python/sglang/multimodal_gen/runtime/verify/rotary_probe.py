@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang.multimodal_gen.runtime.layers.first_tensor import first_tensor
 from sglang.multimodal_gen.runtime.verify.evidence import Cause, Evidence, Failure
 from sglang.multimodal_gen.runtime.verify.measure import FORWARD_LIMIT, relative_l2
-from sglang.multimodal_gen.runtime.verify.recorder import Attempt, first
+from sglang.multimodal_gen.runtime.verify.recorder import Attempt
 
 _IDS = re.compile(r"(.*_)?(ids|positions)")
 _TABLES = re.compile(r".*(rotary|rope|freqs|pos_embed).*")
@@ -100,7 +101,7 @@ def _run_at_rest(attempt: Attempt, *, zero_ids: bool) -> _Side:
     side = _Side(None, tables, zero_ids and bool(ids))
     with torch.inference_mode(), _modules_at_rest(attempt.module, tables):
         try:
-            side.prediction = first(attempt.module(*attempt.args, **kwargs))
+            side.prediction = first_tensor(attempt.module(*attempt.args, **kwargs))
         except (RuntimeError, ValueError, TypeError, IndexError):
             return side
     return side

@@ -38,6 +38,11 @@ def common_divisor(configs: Mapping[str, Mapping[str, Any]]) -> int:
     return 1
 
 
+def head_counts(config: Mapping[str, Any]) -> list[int]:
+    """All counts of heads in a config, nested ones too."""
+    return [value for key, value in _sizes(config) if _HEADS.fullmatch(key)]
+
+
 def shrunk(config: Mapping[str, Any], divisor: int) -> dict[str, Any]:
     """A config with fewer layers, and widths and heads divided; nested configs too."""
     small: dict[str, Any] = {}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,24 @@ from torch import nn
 
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     CONSTRUCTION_ERRORS,
+    ComponentLoader,
+    ComponentSpec,
+    NeuralComponentLoader,
+    PlainStateDictComponentLoader,
 )
 from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes import (
     LIBRARIES,
     library_class,
 )
-from sglang.multimodal_gen.runtime.loader.components import role_of
+from sglang.multimodal_gen.runtime.loader.component_loaders.text_encoder_loader import (
+    TextEncoderLoader,
+)
+from sglang.multimodal_gen.runtime.loader.components import LOADERS
 from sglang.multimodal_gen.runtime.loader.json_file import read_json_object
 from sglang.multimodal_gen.runtime.loader.meta_build import build_on_meta
 from sglang.multimodal_gen.runtime.loader.model_index import MODEL_INDEX, SAMPLING_DEFAULTS
 from sglang.multimodal_gen.runtime.loader.model_source import ModelSource
-from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
+from sglang.multimodal_gen.runtime.utils.component_roles import role_of
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
 from sglang.multimodal_gen.runtime.verify.quiet_library import no_library_bars
 from sglang.multimodal_gen.runtime.verify.shrunk_config import DIVISORS, common_divisor, shrunk
@@ -44,15 +50,23 @@ class TinyCheckpoint:
     divisor: int
 
 
-def write_tiny_checkpoint(source: ModelSource, folder: Path, seed: int = 0) -> TinyCheckpoint:
+def write_tiny_checkpoint(
+    source: ModelSource,
+    folder: Path,
+    seed: int = 0,
+    loaders: Mapping[str, type[ComponentLoader]] | None = None,
+) -> TinyCheckpoint:
     """Write a small copy of a checkpoint, made from its configs alone: no weight of it is read.
+
+    Modules are built as their loaders build them; ``loaders`` are those that the pipeline chooses,
+    by the names of ``model_index.json``.
 
     Where a class refuses the divided widths, they are divided by less; depth is always cut.
 
     Raises:
         CheckpointError: a component has no config, or its class cannot be built from it.
     """
-    parts = _neural_components(source)
+    parts = _neural_components(source, loaders or {})
     divisor = common_divisor({name: part.config for name, part in parts.items()})
     while divisor > 1 and not all(part.can_be_built(divisor) for part in parts.values()):
         divisor = DIVISORS[DIVISORS.index(divisor) + 1]
@@ -79,12 +93,18 @@ def write_tiny_checkpoint(source: ModelSource, folder: Path, seed: int = 0) -> T
 
 @dataclass(frozen=True)
 class _Part:
-    """One component with weights: its config, its class, and how that is built and saved."""
+    """One component with weights: its config, and how loaders make modules of it.
 
+    ``cls`` is the class that its files are written from: the library's, whose names published
+    checkpoints have, else the port's. ``native`` is what the port's own loader makes.
+    """
+
+    name: str
     config: Mapping[str, Any]
     cls: Any
+    loader: NeuralComponentLoader
     native: Any
-    """The class that the port builds from the same config, where it is another one."""
+    native_loader: NeuralComponentLoader
 
     def can_be_built(self, divisor: int) -> bool:
         for build in (lambda: self.build(divisor), lambda: self._native(divisor)):
@@ -95,8 +115,7 @@ class _Part:
         return True
 
     def build(self, divisor: int) -> nn.Module:
-        config = shrunk(self.config, divisor)
-        return _constructor(self.cls)(config)
+        return self.loader.build(self.cls, self._spec(divisor))
 
     def save(self, module: Any, folder: Path, divisor: int) -> None:
         if hasattr(module, "save_pretrained"):
@@ -109,30 +128,26 @@ class _Part:
         (folder / "config.json").write_text(config, encoding="utf-8")
 
     def _native(self, divisor: int) -> nn.Module:
-        return _constructor(self.native)(shrunk(self.config, divisor))
+        return self.native_loader.build(self.native, self._spec(divisor))
+
+    def _spec(self, divisor: int) -> ComponentSpec:
+        return _spec(self.name, None, None, shrunk(self.config, divisor))
 
 
-def _constructor(cls: Any) -> Callable[[Mapping[str, Any]], nn.Module]:
-    """How a class of Transformers, of Diffusers or of a porter is made from a config."""
-    config_class = getattr(cls, "config_class", None)
-    if config_class is not None:
-
-        def from_record(config: Mapping[str, Any]) -> nn.Module:
-            part = config.get(config_class.base_config_key)
-            return cls(config_class.from_dict(dict(part if isinstance(part, dict) else config)))
-
-        return from_record
-
-    def from_fields(config: Mapping[str, Any]) -> nn.Module:
-        fields = {key: value for key, value in config.items() if not key.startswith("_")}
-        if cls.__module__.startswith("diffusers."):
-            fields = {k: v for k, v in fields.items() if k in inspect.signature(cls).parameters}
-        return cls(**fields)
-
-    return from_fields
+def _spec(
+    name: str, library: str | None, architecture: str | None, config: Mapping[str, Any]
+) -> ComponentSpec:
+    """A component that is a config alone."""
+    nowhere = Path("/nonexistent")
+    return ComponentSpec(
+        name=name, path=nowhere, library=library, architecture=architecture, precision="fp32",
+        device="cpu", default_config=config,
+    )  # fmt: skip
 
 
-def _neural_components(source: ModelSource) -> dict[str, _Part]:
+def _neural_components(
+    source: ModelSource, loaders: Mapping[str, type[ComponentLoader]]
+) -> dict[str, _Part]:
     if not source.indexed:
         raise CheckpointError(
             f"{source.name} has no {MODEL_INDEX}, which says what its components are; --weights "
@@ -144,10 +159,15 @@ def _neural_components(source: ModelSource) -> dict[str, _Part]:
         if role_of(name) in WEIGHTLESS_ROLES or not path.is_file():
             continue
         config = read_json_object(path)
-        known = config.get("_class_name", architecture)
-        registered = ModelRegistry.knows(known)
-        native = ModelRegistry.resolve_model_cls(known)[0] if registered else None
-        outside = library in LIBRARIES
-        cls = library_class(name, library, architecture) if outside or native is None else native
-        parts[name] = _Part(config, cls, cls if native is None else native)
+        usual = TextEncoderLoader()  # makes classes with a configuration object, and those without
+        chosen = (loaders.get(name) or LOADERS.get(role_of(name)) or TextEncoderLoader)()
+        own = chosen if isinstance(chosen, NeuralComponentLoader) else usual
+        native = own.model_class(_spec(name, library, architecture, config))
+        plain = isinstance(own, PlainStateDictComponentLoader)
+        if library in LIBRARIES and not plain:
+            parts[name] = _Part(
+                name, config, library_class(name, library, architecture), usual, native, own
+            )
+        else:
+            parts[name] = _Part(name, config, native, own, native, own)
     return parts

@@ -13,10 +13,12 @@ from typing import Literal
 
 import torch
 
+from sglang.multimodal_gen.runtime.layers.tensor_parallel import plan_of
 from sglang.multimodal_gen.runtime.loader.hub import fetch_from_hub
 from sglang.multimodal_gen.runtime.loader.model_source import is_hub_id
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.utils.component_roles import DENOISER
 from sglang.multimodal_gen.runtime.utils.errors import (
     DiffusionError,
     InvalidArgument,
@@ -26,8 +28,8 @@ from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 from sglang.multimodal_gen.runtime.verify.baseline import Baseline
 from sglang.multimodal_gen.runtime.verify.evidence import Cause, Evidence, Finding, reason_of
 from sglang.multimodal_gen.runtime.verify.mechanisms import MECHANISMS, Mechanism
-from sglang.multimodal_gen.runtime.verify.on_ranks import CannotRun, Ranks
-from sglang.multimodal_gen.runtime.verify.port import Port, decoder_name, denoiser_names
+from sglang.multimodal_gen.runtime.verify.on_ranks import CannotRun, Ranks, Refused
+from sglang.multimodal_gen.runtime.verify.port import Port, decoder_name, denoiser_names, kind_of
 from sglang.multimodal_gen.runtime.verify.reference import (
     DIFFUSERS,
     NONE,
@@ -49,6 +51,9 @@ Weights = Literal["tiny", "real"]
 Say = Callable[[str], None]
 
 SENSITIVITY = "sensitivity"
+"""The row that tells whether the reference, and not whether the port, is worth a comparison."""
+PLAIN_RUN = "plain-run"
+"""The row of a port that fails by itself, where no reference was run beside it."""
 FAILING: frozenset[Verdict] = frozenset({"FAILED", "proves nothing"})
 
 
@@ -84,8 +89,9 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed, and something was checked."""
-        return self.failed is None and any(row.verdict == "ok" for row in self.rows)
+        """Whether nothing failed, and something of the port was checked."""
+        checked = [row for row in self.rows if row.name != SENSITIVITY]
+        return self.failed is None and any(row.verdict == "ok" for row in checked)
 
 
 @dataclass(frozen=True)
@@ -170,7 +176,10 @@ def _weights_of(
         return
     with tempfile.TemporaryDirectory(prefix="sglang-verify-") as folder:
         say("writing a tiny checkpoint from the configs")
-        tiny = write_tiny_checkpoint(model.source, Path(folder))
+        pipeline = model.info.pipeline_cls
+        own = pipeline.component_loaders
+        loaders = {key: own[n] for n, key in pipeline._index_names().items() if n in own}
+        tiny = write_tiny_checkpoint(model.source, Path(folder), loaders=loaders)
         words = f"tiny, random, {tiny.parameters / 1e6:.1f} M parameters"
         if tiny.divisor > 1:
             words += f", widths / {tiny.divisor}"
@@ -234,8 +243,14 @@ class _Run:
 
     def against_itself(self) -> None:
         """The mechanisms, against the plain run; ranks that were started for them are ended."""
-        classes = tuple(type(module) for module in self.port.pipeline.modules.values())
-        ranks = Ranks(self.model, self.say, classes)
+        modules = self.port.pipeline.modules
+        planned = (DENOISER, "text_encoder", "image_encoder")
+        planless = any(
+            plan_of(type(module)) is None
+            for name, module in modules.items()
+            if kind_of(name, type(self.port.pipeline)) in planned
+        )
+        ranks = Ranks(self.model, self.say, tuple(map(type, modules.values())), planless)
         try:
             self._mechanism_rows(ranks)
         finally:
@@ -254,9 +269,14 @@ class _Run:
                 self.rows.append(row)
                 continue
             if baseline is None:
+                start = time.perf_counter()
                 record = self.port.run(self.requests[0])
                 if record.error is not None:
-                    raise record.error
+                    failure = Finding(float("inf"), reason_of(record.error))
+                    spent = time.perf_counter() - start
+                    self._add(PLAIN_RUN, "the port runs plainly", 0.0, failure, spent)
+                    self.rows.append(Row(mechanism.name, mechanism.title, "not run"))
+                    continue
                 baseline = Baseline(self.requests[0], record, ranks)
             self._mechanism_row(mechanism, baseline)
 
@@ -271,8 +291,11 @@ class _Run:
     def _load_reference(self) -> Reference:
         self.say("loading the reference")
         cls = type(self.port.pipeline)
-        names = [n for n in (*denoiser_names(cls), decoder_name(cls)) if n is not None]
-        *denoisers, decoder = [cls._extra_config_module_map.get(name, name) for name in names]
+        keys = cls._extra_config_module_map
+        denoisers = [keys.get(name, name) for name in denoiser_names(self.port.pipeline)]
+        decoder = decoder_name(cls)
+        assert decoder is not None, "the port has one"
+        decoder = keys.get(decoder, decoder)
         reference = load_reference(
             self.wish.reference, self.model.source, self.model.server_args, denoisers, decoder
         )
@@ -322,6 +345,8 @@ class _Run:
             finding = mechanism.run(self.port, baseline)
         except CannotRun as error:
             finding = Finding(0.0, skipped=str(error))
+        except Refused as error:
+            finding = Finding(0.0, unsupported=str(error))
         except DiffusionError as error:
             finding = Finding(float("inf"), reason_of(error))
         seconds = time.perf_counter() - start
@@ -332,6 +357,10 @@ class _Run:
             degenerate = finding.skipped.startswith("proves nothing")
             verdict: Verdict = "proves nothing" if degenerate else "not compared"
             self.rows.append(Row(name, title, verdict, detail=finding.skipped, seconds=seconds))
+            return
+        if finding.unsupported is not None:
+            detail = finding.unsupported
+            self.rows.append(Row(name, title, "not supported here", detail=detail, seconds=seconds))
             return
         bound = bound if finding.bound is None else finding.bound
         verdict = "ok" if finding.error <= bound else "FAILED"

@@ -20,7 +20,7 @@ REGENERATE = "sglang models --markdown > docs/supported_models.md"
 DENOISER_DECLARES: Mapping[str, str] = {
     "TP": DECLARED["dit-tp"][1],
     "SP": DECLARED["sp"][1],
-    "layerwise offload": DECLARED["layerwise-offload"][1],
+    "layerwise offload": "layer_names",
 }
 """Mechanism -> the attribute by which a denoiser's class says that it has it."""
 

@@ -90,7 +90,7 @@ def _explain(argv: Sequence[str]) -> int:
         return 0
     if said.get("name") is None:
         parser.error("which one? Give a name that 'sglang models' lists.")
-    from sglang.multimodal_gen.registry import explain
+    from sglang.multimodal_gen.runtime.entrypoints.cli.explained import explain
 
     rows = explain(said["name"])
     if "json" in said:

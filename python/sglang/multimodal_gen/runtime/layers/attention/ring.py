@@ -46,7 +46,8 @@ def ring_attention(
         v_BTHD: this rank's values.
         pieces: what counts of each rank's keys.
         group: the ring.
-        causal: pieces are in the order of the sequence, and no query sees a later key.
+        causal: pieces are in the order of the sequence, and no query sees a later key. Query i and
+            key i of a rank are the same token: padding is at a piece's end.
     """
     held = k_BTHD.new_empty((2, *k_BTHD.shape))
     copy_wide(held[0], k_BTHD)
@@ -63,6 +64,9 @@ def ring_attention(
         if kept and not (causal and source > group.rank):
             k, v = take(held[0], kept, 1), take(held[1], kept, 1)
             own = causal and source == group.rank
+            if own:
+                assert len(kept) == 1, "a causal piece has padding at its end alone"
+                assert kept[0].start == 0, "a causal piece has padding at its end alone"
             part = attend_with_lse(q_BSHD, k, v, mask=mask, causal=own)
             merged = part if merged is None else merge(merged, part)
         for job in jobs:

@@ -21,10 +21,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from sglang.multimodal_gen.runtime.utils.component_roles import DENOISER
+
 Part = Literal["down", "up", "alpha"]
 
-DENOISER = "transformer"
-"""Component of names that say nothing else."""
+EVERY_DENOISER = ""
+"""Component of names that say none: the file was made for a model with one denoiser."""
 
 _PARTS: tuple[tuple[re.Pattern[str], Part], ...] = (
     (re.compile(r"\.lora_A(\.\w+)?\.weight$"), "down"),
@@ -41,14 +43,14 @@ _PARTS: tuple[tuple[re.Pattern[str], Part], ...] = (
 )
 
 _PREFIXES: tuple[tuple[str, str, str], ...] = (
-    ("lora_unet_", DENOISER, "kohya"),
-    ("lora_transformer_", DENOISER, "kohya"),
+    ("lora_unet_", EVERY_DENOISER, "kohya"),
+    ("lora_transformer_", EVERY_DENOISER, "kohya"),
     ("lora_te1_", "text_encoder", "kohya"),
     ("lora_te2_", "text_encoder_2", "kohya"),
     ("lora_te3_", "text_encoder_3", "kohya"),
     ("lora_te_", "text_encoder", "kohya"),
-    ("model.diffusion_model.", DENOISER, "comfy"),
-    ("diffusion_model.", DENOISER, "comfy"),
+    ("model.diffusion_model.", EVERY_DENOISER, "comfy"),
+    ("diffusion_model.", EVERY_DENOISER, "comfy"),
     ("transformer_2.", "transformer_2", "diffusers"),
     ("transformer.", DENOISER, "diffusers"),
     ("unet.", DENOISER, "diffusers"),
@@ -75,6 +77,7 @@ _OTHER_TYPES: tuple[tuple[str, str], ...] = (
 class AdapterKey:
     """A tensor's name, read: one part of the change of one module of one component.
 
+    ``component`` is empty where the name tells none (`EVERY_DENOISER`);
     ``module`` is as the file spells it, dotted or (Kohya) with underscores.
     """
 
@@ -109,4 +112,4 @@ def _component(stem: str) -> tuple[str, str, str]:
     for prefix, component, found in _PREFIXES:
         if stem.startswith(prefix):
             return component, stem.removeprefix(prefix), found if style == "plain" else style
-    return DENOISER, stem, style
+    return EVERY_DENOISER, stem, style

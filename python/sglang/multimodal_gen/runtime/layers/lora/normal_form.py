@@ -15,7 +15,7 @@ applied like all others, which Diffusers' converter drops.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from sglang.multimodal_gen.runtime.layers.lora.adapter_keys import (
-    DENOISER,
     AdapterKey,
     Part,
     parse_adapter_key,
 )
 from sglang.multimodal_gen.runtime.layers.lora.low_rank import LowRank
 from sglang.multimodal_gen.runtime.layers.lora.module_index import ModuleIndex, Place
+from sglang.multimodal_gen.runtime.utils.component_roles import DENOISER, is_denoiser
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
 
 AlphaSource = Literal["alpha keys", "file metadata", "adapter_config.json", "none"]
@@ -71,11 +71,6 @@ class NormalForm:
     unsupported: tuple[str, ...]
 
 
-def denoisers_of(components: Iterable[str]) -> list[str]:
-    """The components that a file means which names none: ``transformer``, ``transformer_2``..."""
-    return [name for name in components if name.split("_")[0] == DENOISER]
-
-
 def to_normal_form(
     tensors: Mapping[str, Tensor],
     components: Mapping[str, ModuleIndex],
@@ -84,6 +79,7 @@ def to_normal_form(
 ) -> NormalForm:
     """Lead each tensor of a file to the modules that it changes.
 
+    Keys that name a component change that one alone; those that name none, every denoiser.
     ``configs`` are by component, the empty name for all of them.
 
     Raises:
@@ -149,7 +145,7 @@ class _Builder:
 
     def _add(self, component: str, module: str, group: _Group) -> None:
         names = list(group.parts.values())
-        targets = denoisers_of(self.components) if component == DENOISER else [component]
+        targets = [component] if component else [n for n in self.components if is_denoiser(n)]
         found = [
             (target, places)
             for target in targets
@@ -185,7 +181,7 @@ class _Builder:
                 return None
             self.sources.add("alpha keys")
             return LowRank(down, up, float(alpha.item()))
-        config = self.configs.get(component) or self.configs.get("") or NO_CONFIG
+        config = self.configs.get(component or DENOISER) or self.configs.get("") or NO_CONFIG
         self.sources.add(config.source)
         return LowRank(down, up, config.alpha_of(module), config.rank_stabilized)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -48,6 +48,7 @@ CONSTRUCTION_ERRORS = (
     ImportError,
     LookupError,
     RuntimeError,
+    StrictDataclassError,
     TypeError,
     ValueError,
 )
@@ -153,6 +154,9 @@ class ComponentLoader(ABC):
 class NeuralComponentLoader(ComponentLoader):
     """Builds a module on the meta device and streams its weights into place."""
 
+    exact_keys: ClassVar[bool] = False
+    """Whether stored names must be the module's own, one to one: no renaming, nothing left out."""
+
     def load_module(
         self, spec: ComponentSpec, progress: ProgressListener | None
     ) -> tuple[nn.Module, LoadReceipt]:
@@ -167,6 +171,7 @@ class NeuralComponentLoader(ComponentLoader):
             label=spec.name,
             progress=progress,
             home=spec.home,
+            exact=self.exact_keys,
         )
         if spec.home is None and spec.parallel.device.type == "cuda":
             pack_linears(module)
@@ -187,13 +192,25 @@ class NeuralComponentLoader(ComponentLoader):
         if not issubclass(cls, nn.Module):
             raise CheckpointError(f"component {spec.name!r}: {cls.__name__} is no torch module")
         dtype = parse_precision(spec.precision, field=f"component_precisions.{spec.name}")
-        # Both libraries construct under the wanted dtype: buffers that a constructor computes
-        # without naming a dtype follow it, and those that name one keep it.
-        with default_dtype(dtype):
-            module = build_on_meta(lambda: self._built(cls, spec))
+        module = self.built_on_meta(cls, spec, dtype)
         check_layer_names(module)
         self.spread(module, spec)
         return module, dtype
+
+    def built_on_meta(self, cls: type, spec: ComponentSpec, dtype: torch.dtype) -> nn.Module:
+        """The module without weights.
+
+        Raises:
+            CheckpointError: its config does not fit the class.
+        """
+        # Both libraries construct under the wanted dtype: buffers that a constructor computes
+        # without naming a dtype follow it, and those that name one keep it.
+        with default_dtype(dtype):
+            return build_on_meta(lambda: self._built(cls, spec))
+
+    def ways(self, cls: type, spec: ComponentSpec) -> int:
+        """Over how many ranks `spread` will deal the weights, said before they are there."""
+        return spec.parallel.tp.size if plan_of(cls) else 1
 
     def spread(self, module: nn.Module, spec: ComponentSpec) -> None:
         """Put a model's ``TP_PLAN`` in force, if it has one, over the ranks of tensor parallelism.
@@ -258,7 +275,7 @@ class NeuralComponentLoader(ComponentLoader):
     def _built(self, cls: type, spec: ComponentSpec) -> nn.Module:
         try:
             return self.build(cls, spec)
-        except (*CONSTRUCTION_ERRORS, StrictDataclassError) as error:
+        except CONSTRUCTION_ERRORS as error:
             raise CheckpointError(
                 f"component {spec.name!r}: {spec.path / 'config.json'} does not fit "
                 f"{cls.__name__}: {type(error).__name__}: {error}"
@@ -268,9 +285,31 @@ class NeuralComponentLoader(ComponentLoader):
 class PlainStateDictComponentLoader(NeuralComponentLoader):
     """For auxiliary modules: a registered class, ``model_cls(**config)``, an unchanged state dict.
 
-    Select it by name in a pipeline's ``component_loaders``. Keys and shapes are strict.
+    Select it by name in a pipeline's ``component_loaders``. Keys and shapes are strict: what the
+    class says to other loaders of renaming and leaving out is not heard. Each rank holds all of it.
     """
+
+    exact_keys = True
 
     def model_class(self, spec: ComponentSpec) -> type:
         """The registered class; libraries are not searched."""
         return ModelRegistry.resolve_model_cls(self.architecture(spec))[0]
+
+    def ways(self, cls: type, spec: ComponentSpec) -> int:
+        """One: nothing is dealt."""
+        return 1
+
+    def spread(self, module: nn.Module, spec: ComponentSpec) -> None:
+        """Nothing is dealt over ranks, whatever table the class has.
+
+        Raises:
+            InvalidArgument: it is a denoiser, which no rank may hold whole beside others.
+        """
+        size = spec.parallel.tp.size
+        if size > 1 and spec.is_denoiser:
+            raise InvalidArgument(
+                "tp_size",
+                size,
+                f"{type(self).__name__} deals nothing over ranks, so each would hold all of the "
+                f"denoiser {spec.name!r}; use --tp-size 1, or another loader",
+            )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import nn
 
+from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.layers.tensor_parallel import PlannedModel, plan_of
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentSpec,
@@ -32,6 +34,14 @@ class TextEncoderLoader(NeuralComponentLoader):
         part = spec.config.get(config_class.base_config_key)
         return cls(config_class.from_dict(dict(part if isinstance(part, dict) else spec.config)))
 
+    def ways(self, cls: type, spec: ComponentSpec) -> int:
+        """Ranks that share one copy: fewer than there are where it does not divide over all."""
+        plan = plan_of(cls)
+        if not plan or not spec.parallel.spreads:
+            return 1
+        module = self.built_on_meta(cls, spec, torch.float32)
+        return _group_for(PlannedModel(module, plan), spec).size
+
     def spread(self, module: nn.Module, spec: ComponentSpec) -> None:
         """Deal the model over all ranks of tensor and sequence parallelism, as its plan says.
 
@@ -55,13 +65,7 @@ class TextEncoderLoader(NeuralComponentLoader):
         planned = PlannedModel(module, plan)
         if not groups:
             return
-        group = next((g for g in groups if not planned.misfit(g.size)), None)
-        if group is None:
-            sizes = " or ".join(f"{group.size} ({group.name})" for group in groups)
-            raise UserError(
-                f"{spec.name}: {planned.misfit(groups[-1].size)} does not divide over the ranks of "
-                f"tensor and sequence parallelism: {sizes}. Choose another --tp-size or --sp-degree"
-            )
+        group = _group_for(planned, spec)
         if group is not groups[0]:
             logger.info(
                 "%s: %s does not divide over %d ranks; it is spread over %d (%s), and each slice "
@@ -70,3 +74,16 @@ class TextEncoderLoader(NeuralComponentLoader):
                 groups[0].size // group.size,
             )  # fmt: skip
         planned.apply(group)
+
+
+def _group_for(planned: PlannedModel, spec: ComponentSpec) -> Group:
+    """The largest of the groups over which the model divides."""
+    groups = spec.parallel.spreads
+    for group in groups:
+        if not planned.misfit(group.size):
+            return group
+    sizes = " or ".join(f"{group.size} ({group.name})" for group in groups)
+    raise UserError(
+        f"{spec.name}: {planned.misfit(groups[-1].size)} does not divide over the ranks of tensor "
+        f"and sequence parallelism: {sizes}. Choose another --tp-size or --sp-degree"
+    )

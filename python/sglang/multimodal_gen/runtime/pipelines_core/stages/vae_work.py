@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from sglang.multimodal_gen.runtime.distributed.group import Group
+from sglang.multimodal_gen.runtime.layers.first_tensor import first_tensor
 from sglang.multimodal_gen.runtime.models.vaes.parallel.row_modules import RowsNotSeparable
 from sglang.multimodal_gen.runtime.models.vaes.parallel_tiled_vae import ParallelTiledVAE
 from sglang.multimodal_gen.runtime.server_args.vae_section import VAEArgs, VAEMode
@@ -56,7 +57,7 @@ class VAEWork:
         if mode == "tiled" and self.group.size > 1:
             return self.vae.parallel_tiled_decode(latents, self.group)
         decoded = self.vae.decode(latents, return_dict=False)
-        return decoded if isinstance(decoded, Tensor) else decoded[0]
+        return first_tensor(decoded)
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Pixels [1, 3, H, W] in -1..1 to the mode of their latents, on every rank.

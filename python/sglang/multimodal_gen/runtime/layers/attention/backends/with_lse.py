@@ -21,8 +21,22 @@ def attend_with_lse(
     """Attention over T keys, [B, S, H, D], and the log-sum-exp of its scores, float32 [B, S, H].
 
     On a GPU, with torch's kernel of choice for these shapes, if that tells its log-sum-exp; else
-    written out. ``mask`` is boolean [B, 1, 1, T], True = attend; ``causal`` needs S == T.
+    written out. ``mask`` is boolean [B, 1, 1, T], True = attend; ``causal``: query i sees keys 0 to
+    i, aligned at the start, also where S and T differ. Kernels, which do not agree on the
+    alignment, are given squares alone.
     """
+    rows, keys = q_BSHD.shape[1], k_BTHD.shape[1]
+    if causal and rows < keys:
+        k_BTHD, v_BTHD = k_BTHD[:, :rows], v_BTHD[:, :rows]
+        mask = None if mask is None else mask[..., :rows]
+    elif causal and rows > keys:
+        square, rest = q_BSHD.split((keys, rows - keys), 1)
+        parts = [
+            attend_with_lse(square, k_BTHD, v_BTHD, mask=mask, causal=True),
+            attend_with_lse(rest, k_BTHD, v_BTHD, mask=mask, causal=False),
+        ]
+        outs, lses = zip(*parts, strict=True)
+        return torch.cat(outs, 1), torch.cat(lses, 1)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BTHD, v_BTHD))
     if q.is_cuda and q.shape[-1] % KERNEL_WIDTHS == 0:
         out, lse = _on_gpu(q, k, v, mask, causal)

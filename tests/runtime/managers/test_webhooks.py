@@ -15,14 +15,13 @@ from runtime.managers.stubs import Clock
 from sglang.multimodal_gen.runtime.managers.jobs import JobRecord
 from sglang.multimodal_gen.runtime.managers.storage.database import Database, webhooks
 from sglang.multimodal_gen.runtime.managers.storage.sql_jobs import SqlJobStore
-from sglang.multimodal_gen.runtime.managers.url_policy import UrlPolicy, check_url
+from sglang.multimodal_gen.runtime.managers.url_policy import UrlPolicy
 from sglang.multimodal_gen.runtime.managers.webhooks import (
     RetryRule,
     WebhookSender,
     secret_bytes,
     signature,
 )
-from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest
 
 SECRET = "whsec_" + base64.b64encode(b"0123456789abcdef0123456789abcdef").decode()
 
@@ -50,6 +49,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *args):
         pass
+
+
+ANYWHERE = UrlPolicy(ports=(), networks=("0.0.0.0/0", "::/0"))
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ def sender(database, clock):
     made = []
 
     def make(**changes):
-        options = {"policy": UrlPolicy(allow_private=True), "clock": clock, "timeout": 2.0}
+        options = {"policy": ANYWHERE, "clock": clock, "timeout": 2.0}
         made.append(WebhookSender(database, SECRET, **options | changes))
         return made[-1]
 
@@ -152,7 +154,7 @@ def test_a_restart_still_delivers(database, clock, sender, receiver):
     database.close()
     again = Database(str(database.engine.url))
     clock.now += 100
-    late = WebhookSender(again, SECRET, policy=UrlPolicy(allow_private=True), clock=clock)
+    late = WebhookSender(again, SECRET, policy=ANYWHERE, clock=clock)
     assert late.send_due() == 1
     late.close()
     again.close()
@@ -175,23 +177,6 @@ def test_private_addresses_are_not_called(database, clock, sender, receiver):
     assert sender(policy=UrlPolicy()).send_due() == 0
     assert receiver.seen == []
     assert left(database)[0][0] == 1
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["http://127.0.0.1/", "http://localhost/", "http://10.1.2.3/", "http://169.254.169.254/x",
-     "http://[::1]/", "http://[::ffff:127.0.0.1]/", "http://0.0.0.0/", "ftp://8.8.8.8/",
-     "file:///etc/passwd", "http://", "http://u:p@8.8.8.8/", "http://224.0.0.1/", "http://[x",
-     "https://8.8.8.8:99999/", "http://8.8.8.8/" + "x" * 3000],
-)  # fmt: skip
-def test_addresses_of_the_servers_own_network_are_refused(url):
-    with pytest.raises(InvalidRequest, match="url"):
-        check_url(url, UrlPolicy())
-
-
-def test_public_addresses_may_be_called_and_private_ones_if_allowed():
-    assert check_url("https://8.8.8.8/x?y", UrlPolicy()) == ("8.8.8.8",)
-    assert check_url("http://127.0.0.1:1/", UrlPolicy(allow_private=True)) == ("127.0.0.1",)
 
 
 def test_secrets():

@@ -14,7 +14,12 @@ from sglang.multimodal_gen.runtime.managers.client_error import ClientError
 from sglang.multimodal_gen.runtime.managers.file_store import FileStore
 from sglang.multimodal_gen.runtime.managers.lifecycle import Lifecycle
 from sglang.multimodal_gen.runtime.managers.service import GenerationService
-from sglang.multimodal_gen.runtime.managers.url_policy import UrlPolicy, UrlRefused, check_url
+from sglang.multimodal_gen.runtime.managers.url_policy import (
+    UrlPolicy,
+    UrlRefused,
+    check_url,
+    resolve,
+)
 from sglang.multimodal_gen.runtime.managers.webhooks import WebhookSender
 from sglang.multimodal_gen.runtime.server_args.serving import ServingArgs
 
@@ -86,7 +91,8 @@ class Context:
             error = ClientError(400, message, param="webhook_url", code="no_webhooks")
             raise ApiError(error)
         try:
-            check_url(url, webhook_policy(self.args))
+            policy = webhook_policy(self.args)
+            resolve(check_url(url, policy), policy)  # again when it is called
         except UrlRefused as error:
             raise invalid("webhook_url", f"webhook_url: {error}", code="url_refused") from error
         return url

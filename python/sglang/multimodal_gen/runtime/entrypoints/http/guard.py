@@ -17,8 +17,7 @@ from sglang.multimodal_gen.runtime.server_args.guard_section import GuardArgs
 from sglang.multimodal_gen.runtime.utils.errors import RateLimited
 
 OPEN_PATHS = frozenset({"/", "/liveness", "/health"})
-"""What tells nothing but whether the server is up, and the page: no key is asked for, and nothing is
-counted."""
+"""The page, and what tells only whether the server is up: without key, and nothing is counted."""
 OPEN_PREFIXES: tuple[str, ...] = ("/page/",)
 """Where files lie that are the same for everybody, such as a page that asks for the key itself."""
 _ADMIN = frozenset({("POST", "/v1/loras"), ("DELETE", "/v1/loras")})

@@ -20,6 +20,10 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from sglang.multimodal_gen.configs.task_type import DataType
+from sglang.multimodal_gen.runtime.entrypoints.http.connection import (
+    KEEP_ALIVE_SECONDS,
+    disconnected,
+)
 from sglang.multimodal_gen.runtime.entrypoints.http.context import Context
 from sglang.multimodal_gen.runtime.entrypoints.http.errors import (
     invalid,
@@ -53,8 +57,6 @@ from sglang.multimodal_gen.runtime.utils.image_file import (
     encode_image,
 )
 from sglang.multimodal_gen.runtime.utils.progress import Preview
-
-KEEP_ALIVE_SECONDS = 15.0
 
 
 @dataclass(eq=False)
@@ -318,12 +320,6 @@ async def result_or_gone(job: Job, request: Request, *, stops: bool = True) -> F
     if not done.done():
         raise Cancelled("the client has gone")
     return await done
-
-
-async def disconnected(request: Request) -> None:
-    """Return when the client has gone; for requests whose body was read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _base64(file: bytes) -> str:

@@ -17,12 +17,12 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from sglang.multimodal_gen.runtime.entrypoints.http.context import Context
-from sglang.multimodal_gen.runtime.entrypoints.http.errors import not_found
-from sglang.multimodal_gen.runtime.entrypoints.http.image_work import (
+from sglang.multimodal_gen.runtime.entrypoints.http.connection import (
     KEEP_ALIVE_SECONDS,
     disconnected,
 )
+from sglang.multimodal_gen.runtime.entrypoints.http.context import Context
+from sglang.multimodal_gen.runtime.entrypoints.http.errors import not_found
 from sglang.multimodal_gen.runtime.managers.jobs import JobRecord
 
 POLL_SECONDS = 0.2

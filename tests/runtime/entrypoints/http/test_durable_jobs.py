@@ -256,7 +256,7 @@ def test_a_deadline_goes_on_while_no_server_is_there(durable, tmp_path):
 
 def test_finished_parts_are_not_made_again(durable):
     """A job of several batches that is taken over goes on after those whose outputs are kept."""
-    runner = SlowRunner(step_seconds=0.1)
+    runner = SlowRunner(step_seconds=0.6)
     live = durable(runner)
     job_id = post(live, n=10).json()["id"]  # batches of 4, 4 and 2
     while len(live.storage.records.get(job_id).results) < 4:
@@ -286,7 +286,7 @@ def test_no_work_is_claimed_by_a_server_that_stops(durable):
 
 def test_record_and_files_go_together(durable, tmp_path):
     """CB-031"""
-    live = durable(file_ttl=1.0)
+    live = durable(file_ttl=1.0, job_ttl=1.0)
     record = until_final(live, post(live).json()["id"])
     assert record["expires_at"] - record["completed_at"] == 1
     assert len(stored(tmp_path)) == 1

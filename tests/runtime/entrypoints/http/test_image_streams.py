@@ -30,7 +30,9 @@ def real(folder):
     args = ServerArgs.from_flat(model_path=str(folder), device="cpu", precision="fp32")
     # The family's default size would take the tiny model minutes: no warm-up.
     serving = ServingArgs.from_flat(port=0, served_model_name="tiny", warmup_mode="off")
-    with running(lambda progress: open_service(args, serving, progress), serving, None) as live:
+    with running(
+        lambda kept: open_service(args, serving, kept, lambda event: None), serving, None
+    ) as live:
         while live.context.lifecycle.phase == "loading":
             time.sleep(0.01)
         yield live

@@ -33,7 +33,8 @@ def live(folder, tmp_path_factory):
     serving = ServingArgs.from_flat(
         port=0, served_model_name="tiny", warmup_mode="off", lora_root=str(root)
     )
-    with running(lambda p: open_service(args, serving, p), serving, None) as live:
+    quiet = lambda event: None  # noqa: E731
+    with running(lambda kept: open_service(args, serving, kept, quiet), serving, None) as live:
         while live.context.lifecycle.phase == "loading":
             time.sleep(0.01)
         live.outside = outside

@@ -49,16 +49,16 @@ def test_a_runner_that_hangs_is_found_by_the_deep_question(start, monkeypatch):
 
 def test_nothing_is_served_before_the_model_is_ready(description, start):
     """CB-073: 503 until usable; the first picture is as any other."""
-    from runtime.entrypoints.http.conftest import running
+    from runtime.entrypoints.http.conftest import FLAGS, running
     from sglang.multimodal_gen.runtime.entrypoints.http.opening import service_of
     from sglang.multimodal_gen.runtime.server_args.serving import ServingArgs
 
     go = threading.Event()
-    runner, serving = SlowRunner(), ServingArgs.from_flat(port=0, served_model_name="tiny")
+    runner, serving = SlowRunner(), ServingArgs.from_flat(**FLAGS)
 
-    def slowly(_):
+    def slowly(kept):
         go.wait(10)
-        return service_of(description, runner, serving)
+        return service_of(description, runner, serving, kept)
 
     with running(slowly, serving, runner) as live:
         answer = live.http.get("/health")
@@ -93,7 +93,7 @@ def test_a_jobs_record_tells_the_truth_at_every_moment(start):
         thread.start()
     while len(live.service.jobs) < 3:
         time.sleep(0.002)
-    ids = list(live.service.jobs._records)
+    ids = [record.id for record in live.service.jobs.list()]
     logs = {job_id: [] for job_id in ids}
     while any(thread.is_alive() for thread in threads):
         states = {job_id: live.service.jobs.get(job_id) for job_id in ids}
@@ -129,7 +129,7 @@ def test_a_job_is_cancelled_by_its_id_running_or_waiting(start):
     waiting.start()
     while len(live.service.jobs) < 2:
         time.sleep(0.002)
-    a, b = live.service.jobs._records
+    a, b = (record.id for record in live.service.jobs.list(newest_first=False))
     assert poll(live, a)["status"] == "in_progress"
     assert poll(live, b)["status"] == "queued"
     for job_id in (b, a):

@@ -173,7 +173,7 @@ def test_a_missing_extra_is_named(monkeypatch):
 
 def test_a_build_without_an_encoder_is_told(monkeypatch):
     monkeypatch.setattr(av, "codecs_available", {"mpeg4"})
-    with pytest.raises(UserError, match="no H.264 encoder"):
+    with pytest.raises(UserError, match=r"no H\.264 encoder"):
         encode_video(clip(), 24)
 
 
@@ -206,7 +206,7 @@ def test_a_cut_file_and_a_large_one_are_refused(tmp_path):
     path = tmp_path / "in.mp4"
     data = encode_video(clip(), 16)
     path.write_bytes(data[: data.index(b"mdat") + 40])
-    with pytest.raises(InvalidRequest, match="damaged|no frames"):
+    with pytest.raises(InvalidRequest, match=r"damaged|no frames"):
         load_input_video(path)
     path.write_bytes(data)
     assert len(load_input_video(path, max_pixels=9 * 48 * 64).frames) == 9

@@ -84,13 +84,20 @@ class Live:
         return error
 
 
+def store_of(serving: ServingArgs) -> LocalFileStore | None:
+    keep = serving.keep.file_store
+    return None if keep == "off" else LocalFileStore(Path(keep) if keep else None)
+
+
 @contextlib.contextmanager
 def running(
-    open_service: Callable[[Any], GenerationService], serving: ServingArgs, runner: Any
+    open_service: Callable[[Any], GenerationService],
+    serving: ServingArgs,
+    runner: Any,
+    files: LocalFileStore | None = None,
 ) -> Iterator[Live]:
     listener = listen(serving.http)
-    keep = serving.keep.file_store
-    files = None if keep == "off" else LocalFileStore(Path(keep) if keep else None)
+    files = store_of(serving) if files is None else files
     lifecycle = Lifecycle(open_service)
     context = Context(lifecycle, serving, files)
     server = Server(create_app(context), lifecycle, serving.http)
@@ -145,8 +152,14 @@ def start(description) -> Iterator[Callable[..., Live]]:
             runner = SlowRunner() if runner is None else runner
             serving = ServingArgs.from_flat(**{"port": 0, "served_model_name": "tiny"} | flags)
             model = description if model is None else model
+            files = store_of(serving)
             live = stack.enter_context(
-                running(lambda _: service_of(model, runner, serving), serving, runner)
+                running(
+                    lambda _: service_of(model, runner, serving, files=files),
+                    serving,
+                    runner,
+                    files,
+                )
             )
             while ready and live.context.lifecycle.phase == "loading":
                 time.sleep(0.005)

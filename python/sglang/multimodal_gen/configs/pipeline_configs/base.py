@@ -107,7 +107,9 @@ class PipelineConfig(Sealable):
             for precision in value if isinstance(value, tuple) else (value,):
                 if precision not in PRECISIONS:
                     raise InvalidArgument(field_name, value, f"use {', '.join(PRECISIONS)}")
-        if name in ("max_pixels", "max_video_pixels") and not (isinstance(value, int) and value >= 1):
+        if name in ("max_pixels", "max_video_pixels") and not (
+            isinstance(value, int) and value >= 1
+        ):
             raise InvalidArgument(field_name, value, "must be at least 1")
         return value
 

@@ -36,7 +36,8 @@ class SamplingParams(Sealable):
     """The settings of one request that every family shares.
 
     A family subclasses this (or `ImageSamplingParams`, `VideoSamplingParams`) as a plain dataclass
-    with its own defaults and, where users can set more, its own fields. Unset optional values are None; 0 is a value.
+    with its own defaults and, where users can set more, its own fields. Unset optional values are
+    None; 0 is a value.
 
     Raises:
         InvalidRequest: on construction, for a value outside its range; names field and value.

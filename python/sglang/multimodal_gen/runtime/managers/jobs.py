@@ -18,7 +18,7 @@ class JobRecord:
     """One piece of work. Times are seconds since 1970; all values can be written as JSON.
 
     ``settings`` are those asked for; ``results`` has one entry an output (``seed`` and, where it
-    is kept, what `keeping.ResultKeeper.keep` says); ``error`` has ``message``, ``type`` and ``code``.
+    is kept, what `ResultKeeper.keep` says); ``error`` has ``message``, ``type`` and ``code``.
     """
 
     id: str

@@ -90,11 +90,15 @@ class FinishedJob:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A job under way. ``result`` ends with a `FinishedJob` or with the `DiffusionError`."""
+    """A job under way. ``result`` ends with a `FinishedJob` or with the `DiffusionError`.
+
+    ``record`` is as it was when the job was put in line.
+    """
 
     id: str
     result: Future[FinishedJob]
     cancel: Callable[[], bool]
+    record: JobRecord
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -290,6 +294,7 @@ class GenerationService:
             model=self.served_name,
             created_at=self.clock(),
             priority=order.priority,
+            warnings=(*order.warnings, *parts[0].warnings),
             settings={k: v for k, v in order.settings.items() if k not in PATH_SETTINGS},
         )
         watcher = _Progress(
@@ -304,7 +309,7 @@ class GenerationService:
         except DiffusionError:
             self.jobs.delete(job_id)
             raise
-        return Job(job_id, watcher.result, lambda: self.cancel(job_id))
+        return Job(job_id, watcher.result, lambda: self.cancel(job_id), record)
 
     def cancel(self, job_id: str) -> bool:
         """Stop a job, waiting, running or being stored; False where there is nothing to stop."""

@@ -196,9 +196,9 @@ class OutputBatch:
     """What a pipeline returns for one `Req`.
 
     ``output`` is on the CPU: images are float32 [B, C, H, W] in 0..1, clips uint8 [B, F, H, W, 3],
-    to be shown at ``fps``. ``timings`` are seconds by stage, in running order; ``peak_memory_mb`` is
-    the device's (CPU: the process's) peak in MiB; ``warned_images`` are the images that a warning is
-    about, where it is not about all.
+    to be shown at ``fps``. ``timings`` are seconds by stage, in running order; ``peak_memory_mb``
+    is the device's (CPU: the process's) peak in MiB; ``warned_images`` are the images that a
+    warning is about, where it is not about all.
     """
 
     request_id: str

@@ -137,9 +137,7 @@ def encode_video(
     return _animation(frames, fps, format, metadata)
 
 
-def encode_frames(
-    frames: np.ndarray, *, metadata: ImageMetadata | None = None
-) -> dict[str, bytes]:
+def encode_frames(frames: np.ndarray, *, metadata: ImageMetadata | None = None) -> dict[str, bytes]:
     """Each frame as a PNG file, under names that sort in order: ``00000.png``, ..."""
     return {
         f"{index:05}.png": encode_image(frame, metadata=metadata)
@@ -164,9 +162,7 @@ def read_video_metadata(path: Path | str) -> ImageMetadata | None:
         return metadata_of_json(container.metadata.get("comment"))
 
 
-def load_input_video(
-    path: Path | str, *, max_pixels: int = MAX_INPUT_VIDEO_PIXELS
-) -> InputVideo:
+def load_input_video(path: Path | str, *, max_pixels: int = MAX_INPUT_VIDEO_PIXELS) -> InputVideo:
     """The video at ``path`` as 8-bit RGB, upright; the sound is left out.
 
     Raises:
@@ -267,9 +263,7 @@ def _set_up(stream: Any, width: int, height: int, fps: int) -> None:
 # Animations.
 
 
-def _animation(
-    frames: np.ndarray, fps: int, format: str, metadata: ImageMetadata | None
-) -> bytes:
+def _animation(frames: np.ndarray, fps: int, format: str, metadata: ImageMetadata | None) -> bytes:
     unit = 10 if format == "GIF" else 1  # milliseconds that a duration is a multiple of
     ends = [round(1000 * (index + 1) / fps / unit) * unit for index in range(len(frames))]
     durations = [end - start for start, end in zip([0, *ends], ends, strict=False)]

@@ -42,7 +42,9 @@ class GenerationSettings(BaseModel):
     """What requests for pictures and for videos share. ``null`` is as leaving a field out."""
 
     model_config = ConfigDict(extra="allow", strict=True)
-    not_sampling: ClassVar[frozenset[str]] = frozenset({"model", "size", "priority", "timeout", "user"})
+    not_sampling: ClassVar[frozenset[str]] = frozenset(
+        {"model", "size", "priority", "timeout", "user"}
+    )
     """Fields that are the wire's own, not sampling settings."""
 
     prompt: str | None = Field(None, description="What to make.")

@@ -109,7 +109,7 @@ async def create_video(request: Request) -> VideoObject:
     finally:
         if work.cleanup is not None:  # no job took it over
             upload.close()
-    return _shown(_record(_service(context), job.id))
+    return _shown(job.record)
 
 
 @router.get(

@@ -38,7 +38,9 @@ class ToyClipsTransformer(nn.Module):
         sigma = (timestep / 1000)[:, None, None, None, None].clamp(min=1e-3)
         scene = self._scene(hidden_states, encoder_hidden_states.mean(dim=1), first_frame)
         noise = hidden_states - (1 - sigma) * scene
-        tint = torch.tanh(noise[:, :, :, :4, :4].mean(dim=(2, 3, 4), keepdim=True) * 2 / (sigma + 0.2))
+        tint = torch.tanh(
+            noise[:, :, :, :4, :4].mean(dim=(2, 3, 4), keepdim=True) * 2 / (sigma + 0.2)
+        )
         x0 = (1 - self.seed_share) * scene + self.seed_share * tint
         return (hidden_states - x0) / sigma
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import (
         DiffGenerator,
-        GeneratedImage,
         GenerationResult,
     )
+    from sglang.multimodal_gen.runtime.entrypoints.generated import GeneratedImage, GeneratedVideo
     from sglang.multimodal_gen.runtime.utils.errors import Cancelled, DiffusionError
     from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent
 
@@ -27,6 +27,7 @@ __all__ = [
     "DiffGenerator",
     "DiffusionError",
     "GeneratedImage",
+    "GeneratedVideo",
     "GenerationResult",
     "ProgressEvent",
 ]
@@ -37,6 +38,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "Cancelled": "runtime.utils.errors",
     "DiffusionError": "runtime.utils.errors",
+    "GeneratedImage": "runtime.entrypoints.generated",
+    "GeneratedVideo": "runtime.entrypoints.generated",
     "ProgressEvent": "runtime.utils.progress",
 }
 

@@ -51,7 +51,8 @@ class FakeGenerator:
 
     def open(self, args, request, on_admitted, progress) -> FakeGenerator:
         params = FAMILIES[args.model.model_path].from_values(request)
-        on_admitted(max(len(params.prompts), 1) * params.num_outputs_per_prompt)
+        count = max(len(params.prompts), 1) * params.num_outputs_per_prompt
+        on_admitted(count, params.data_type, getattr(params, "fps", None))
         self.args, self.opened = args, self.opened + 1
         if progress is not None:
             progress(ProgressEvent("load", 9_000_000, 9_000_000, "transformer"))

@@ -1,4 +1,4 @@
-"""The Python door: load a model, ask it for pictures."""
+"""The Python door: load a model, ask it for pictures and videos."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-from PIL import Image
-
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
-from sglang.multimodal_gen.runtime.entrypoints.result_files import Destination, local_path
+from sglang.multimodal_gen.runtime.entrypoints.generated import (
+    Generated,
+    GeneratedImage,
+    GeneratedVideo,
+)
+from sglang.multimodal_gen.runtime.entrypoints.result_files import Destination, Kind, local_path
 from sglang.multimodal_gen.runtime.layers.lora.receipt import LoRAReceipt
-from sglang.multimodal_gen.runtime.managers.finished import pixels_of, settings_of
+from sglang.multimodal_gen.runtime.managers.finished import FinishedImage, finished_of, settings_of
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.managers.open_worker import open_worker
 from sglang.multimodal_gen.runtime.managers.worker import Worker
@@ -45,25 +46,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class GeneratedImage:
-    """One picture: uint8 [H, W, 3], and what made it."""
-
-    array: np.ndarray = field(repr=False)
-    prompt: str
-    seed: int
-
-    @cached_property
-    def image(self) -> Image.Image:
-        """The picture for Pillow (and for a notebook to show)."""
-        return Image.fromarray(self.array)
-
-    def _repr_png_(self) -> bytes | None:
-        return self.image._repr_png_()
-
-
-@dataclass(frozen=True, eq=False)
-class GenerationResult(Sequence[GeneratedImage]):
-    """The pictures of one call, in order: a sequence, with what the call cost.
+class GenerationResult(Sequence[Generated]):
+    """The pictures or the videos of one call, in order: a sequence, with what the call cost.
 
     ``timings`` are seconds by stage summed over batches; ``peak_memory_mb`` is the device's peak in
     MiB (CPU: the process's); ``parameters`` are the settings that were in force; ``backend`` is who
@@ -78,28 +62,42 @@ class GenerationResult(Sequence[GeneratedImage]):
     model: str
     parameters: dict[str, Any]
     backend: str = "sglang"
+    videos: list[GeneratedVideo] = field(default_factory=list)
+
+    @property
+    def outputs(self) -> Sequence[Generated]:
+        """The videos of a call that made videos, the pictures of any other."""
+        return self.videos or self.images
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.outputs)
 
-    def __getitem__(self, index: int) -> GeneratedImage:  # type: ignore[override]
-        return self.images[index]
+    def __getitem__(self, index: int) -> Generated:  # type: ignore[override]
+        return self.outputs[index]
 
-    def __iter__(self) -> Iterator[GeneratedImage]:
-        return iter(self.images)
+    def __iter__(self) -> Iterator[Generated]:
+        return iter(self.outputs)
 
-    def save(self, path: str | Path, *, metadata: bool = True) -> list[Path]:
-        """Write the pictures into a folder, or a single one to a file; returns the paths.
+    def save(self, path: str | Path, *, metadata: bool = True, frames: bool = False) -> list[Path]:
+        """Write the outputs into a folder, or a single one to a file; returns the paths.
 
         In a folder, names are made of time and seed and avoid every existing file; a file that you
-        name is replaced. With ``metadata`` each holds its prompt, seed, model and settings.
+        name is replaced. With ``metadata`` each holds its prompt, seed, model and settings. Videos
+        are .mp4 (or .gif, .webp where you name the file); with ``frames`` each is a new folder of
+        PNG files.
 
         Raises:
             OutputError: the place cannot be written; nothing half-written stays.
+            UserError: MP4, and the extra ``video`` is not installed; or ``frames`` of pictures.
         """
-        place = Destination.of_path(local_path(path), len(self.images), overwrite=True)
+        kind: Kind = "video" if self.videos else "image"
+        if frames and kind == "image":
+            raise UserError("frames=True: these are pictures, which have none; leave it out")
+        place = Destination.of_path(
+            local_path(path), len(self), overwrite=True, kind="frames" if frames else kind
+        )
         written = place.write(
-            self.images, model=self.model, parameters=self.parameters, metadata=metadata
+            self.outputs, model=self.model, parameters=self.parameters, metadata=metadata
         )
         return list(written)
 
@@ -184,7 +182,7 @@ class DiffGenerator:
         cancelled: threading.Event | None = None,
         **sampling_params: Any,
     ) -> GenerationResult:
-        """Make pictures.
+        """Make pictures, or videos where the task makes those.
 
         Args:
             sampling_params_kwargs: sampling fields as a mapping.
@@ -193,7 +191,8 @@ class DiffGenerator:
             cancelled: set it, from another thread, to stop within one step.
             sampling_params: sampling fields by name: ``prompt`` (text or a list), ``seed``,
                 ``num_outputs_per_prompt``, ``height``, ``width``, ``num_inference_steps``,
-                ``guidance_scale``, ``negative_prompt``, ``true_cfg_scale``, ...
+                ``guidance_scale``, ``negative_prompt``, ``true_cfg_scale``, ``num_frames``,
+                ``fps``, ...
 
         Raises:
             InvalidRequest: a field is unknown or a value does not fit the model.
@@ -359,6 +358,7 @@ def merge_results(parts: Sequence[GenerationResult]) -> GenerationResult:
     return dataclasses.replace(
         parts[0],
         images=[image for part in parts for image in part.images],
+        videos=[video for part in parts for video in part.videos],
         timings=timings,
         peak_memory_mb=max(part.peak_memory_mb for part in parts),
         warnings=list(dict.fromkeys(warning for part in parts for warning in part.warnings)),
@@ -368,12 +368,17 @@ def merge_results(parts: Sequence[GenerationResult]) -> GenerationResult:
 def _result(
     output: OutputBatch, params: SamplingParams, model: ModelDescription, load_seconds: float
 ) -> GenerationResult:
+    finished = finished_of(output)
     return GenerationResult(
         images=[
-            GeneratedImage(array, prompt, seed)
-            for array, prompt, seed in zip(
-                pixels_of(output.output), output.prompt, output.seeds, strict=True
-            )
+            GeneratedImage(image.array, image.prompt, image.seed)
+            for image in finished
+            if isinstance(image, FinishedImage)
+        ],
+        videos=[
+            GeneratedVideo(video.frames, video.fps, video.prompt, video.seed)
+            for video in finished
+            if not isinstance(video, FinishedImage)
         ],
         timings=output.timings,
         load_seconds=load_seconds,

@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
-import numpy as np
-
+from sglang.multimodal_gen.runtime.entrypoints.generated import Generated, GeneratedImage
 from sglang.multimodal_gen.runtime.utils.atomic_file import (
     check_output_folder,
     replace_file,
     write_new_file,
+    write_new_folder,
 )
 from sglang.multimodal_gen.runtime.utils.errors import OutputError
 from sglang.multimodal_gen.runtime.utils.image_file import (
@@ -24,63 +24,73 @@ from sglang.multimodal_gen.runtime.utils.image_file import (
     encode_image,
     image_format,
 )
-
-# Suffixes of pictures that are not written here: a path with one is a mistake, not a folder.
-OTHER_FORMATS = frozenset(
-    {".avif", ".bmp", ".gif", ".heic", ".jp2", ".jxl", ".ppm", ".svg", ".tif", ".tiff"}
+from sglang.multimodal_gen.runtime.utils.video_file import (
+    VIDEO_FORMATS,
+    encode_frames,
+    encode_video,
+    require_video_codec,
+    video_format,
 )
 
+Kind = Literal["image", "video", "frames"]
+"""What is written: pictures, clips as files, or clips as folders of PNG files."""
 
-class Picture(Protocol):
-    """What is written: pixels, and what made them."""
+DEFAULT_SUFFIX = {"image": ".png", "video": ".mp4", "frames": ""}
 
-    @property
-    def array(self) -> np.ndarray: ...  # noqa: D102
-    @property
-    def prompt(self) -> str: ...  # noqa: D102
-    @property
-    def seed(self) -> int: ...  # noqa: D102
+# Suffixes that are not written here: a path with one is a mistake, not a folder.
+OTHER_FORMATS = frozenset(
+    {".avif", ".bmp", ".gif", ".heic", ".jp2", ".jxl", ".ppm", ".svg", ".tif", ".tiff"}
+    | {".avi", ".m4v", ".mkv", ".mov", ".mpeg", ".mpg", ".webm"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
     """A folder that can be written, and the file name that the caller chose, if any.
 
-    Without a name, files are called by time and seed and never overwrite another.
+    Without a name, files are called by time and seed and never overwrite another. Folders of
+    frames never do.
     """
 
     folder: Path
     name: str | None = None
     overwrite: bool = False
+    kind: Kind = "image"
 
     @classmethod
-    def of_path(cls, path: Path, images: int, *, overwrite: bool) -> Destination:
-        """What a path means: a file for a single image if it has an image's suffix, else a folder.
+    def of_path(
+        cls, path: Path, images: int, *, overwrite: bool, kind: Kind = "image"
+    ) -> Destination:
+        """What a path means: a file for a single output if it has a file's suffix, else a folder.
 
         Raises:
             OutputError: several images for one file, a format that is not written, or a place that
                 cannot be written.
+            UserError: MP4, and the extra ``video`` is not installed.
         """
         if not names_a_file(path):
-            return cls(check_output_folder(path))
-        image_format(path)
+            if kind == "video":
+                require_video_codec()
+            return cls(check_output_folder(path), kind=kind)
+        if check_suffix(path, kind) == "MP4":
+            require_video_codec()
         if images != 1:
             raise OutputError(
-                f"output path {str(path)!r} names one file, but {images} images will be made; "
+                f"output path {str(path)!r} names one file, but {images} {kind}s will be made; "
                 "give a folder"
             )
-        return cls(check_output_folder(path.parent), path.name, overwrite)
+        return cls(check_output_folder(path.parent), path.name, overwrite, kind)
 
     def write(
         self,
-        images: Sequence[Picture],
+        images: Sequence[Generated],
         *,
         model: str,
         parameters: Mapping[str, Any],
         metadata: bool,
         first: int = 0,
     ) -> Iterator[Path]:
-        """Write pictures one by one; yields each path when its file is complete.
+        """Write outputs one by one; yields each path when its file is complete.
 
         With ``metadata`` each holds what made it. Several of one name are numbered ``name-2.png``;
         ``first`` is how many were written before these.
@@ -90,9 +100,13 @@ class Destination:
         """
         stamp = time.strftime("%Y%m%d-%H%M%S")
         for index, image in enumerate(images, start=first):
-            path = self.folder / (self.name or f"{stamp}-{image.seed}.png")
+            path = self.folder / (self.name or f"{stamp}-{image.seed}{DEFAULT_SUFFIX[self.kind]}")
             about = ImageMetadata(image.prompt, image.seed, model, parameters) if metadata else None
-            data = encode_image(image.array, image_format(path), metadata=about)
+            if self.kind == "frames":
+                assert not isinstance(image, GeneratedImage), "checked by whoever chose the kind"
+                yield write_new_folder(path, encode_frames(image.frames, metadata=about))
+                continue
+            data = _encoded(image, path, about)
             if not (self.name and self.overwrite):
                 yield write_new_file(path, data)
             elif index == 0:
@@ -101,9 +115,28 @@ class Destination:
                 yield replace_file(path.with_stem(f"{path.stem}-{index + 1}"), data)
 
 
+def _encoded(output: Generated, path: Path, about: ImageMetadata | None) -> bytes:
+    if isinstance(output, GeneratedImage):
+        return encode_image(output.array, image_format(path), metadata=about)
+    return encode_video(output.frames, output.fps, video_format(path), metadata=about)
+
+
+def check_suffix(path: Path, kind: Kind) -> str:
+    """The format that a file's name asks for.
+
+    Raises:
+        OutputError: it is none that such outputs are written in.
+    """
+    if kind == "image":
+        return image_format(path)
+    if kind == "video":
+        return video_format(path)
+    raise OutputError(f"{str(path)!r} names a file, but frames are written into a folder of theirs")
+
+
 def names_a_file(path: Path) -> bool:
-    """Whether a path means one picture: it has an image's suffix and is no folder."""
-    if path.suffix.lower() not in (*FORMATS, *OTHER_FORMATS):
+    """Whether a path means one file: it has an image's or a video's suffix and is no folder."""
+    if path.suffix.lower() not in (*FORMATS, *VIDEO_FORMATS, *OTHER_FORMATS):
         return False
     try:
         return not path.is_dir()

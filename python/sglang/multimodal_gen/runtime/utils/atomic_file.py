@@ -11,7 +11,8 @@ import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sglang.multimodal_gen.runtime.utils.errors import OutputError
@@ -62,6 +63,41 @@ def write_new_file(path: Path, data: bytes) -> Path:
         taken = next(name for name in _candidates(path) if _claim(temporary, name))
         _sync_folder(path.parent)
     return taken
+
+
+def write_new_folder(path: Path, files: Mapping[str, bytes]) -> Path:
+    """Write ``files`` into a new folder ``path`` or, where that exists, ``path-2``, ``path-3``, ...
+
+    The folder is whole or absent: it gets its name when its last file is on the disk.
+
+    Returns:
+        The path that was taken.
+
+    Raises:
+        OutputError: it could not be written; nothing is left behind.
+    """
+    hidden = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    with _translated(path):
+        try:
+            hidden.mkdir()
+            for name, data in files.items():
+                write_new_file(hidden / name, data)
+            taken = next(name for name in _candidates(path) if _claim_folder(hidden, name))
+            _sync_folder(path.parent)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+    return taken
+
+
+def _claim_folder(hidden: Path, name: Path) -> bool:
+    """Give the folder its name, unless that is taken (an empty folder gives way)."""
+    try:
+        hidden.rename(name)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            return False
+        raise
+    return True
 
 
 def check_output_folder(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""``sglang generate``: load a model, make pictures, write them."""
+"""``sglang generate``: load a model, make pictures or videos, write them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang.multimodal_gen.configs.task_type import DataType
 from sglang.multimodal_gen.runtime.entrypoints.cli.generate_options import (
     GenerateOptions,
     read_options,
@@ -55,13 +56,13 @@ def run(argv: Sequence[str]) -> int:
 def open_generator(
     args: ServerArgs,
     request: Mapping[str, Any],
-    on_admitted: Callable[[int], None],
+    on_admitted: Callable[[int, DataType, int | None], None],
     progress: ProgressListener | None,
 ) -> DiffGenerator:
     """Load the model, unless its checkpoint's configs already tell that it cannot do ``request``.
 
-    ``on_admitted`` hears how many pictures there will be before weights load; what it raises saves
-    the loading. torch is imported here, after everything that needs no torch was checked.
+    ``on_admitted`` hears how many outputs there will be before weights load, of what kind, and at
+    what rate videos will play; what it raises saves the loading. torch is imported here, after everything that needs no torch was checked.
     """
     from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import DiffGenerator
     from sglang.multimodal_gen.runtime.managers.ranks.follower import is_front
@@ -71,13 +72,14 @@ def open_generator(
         batches = model.admit(params)
         model.check_adapter_names(params)
         if is_front(args.parallel, launched_rank()):
-            on_admitted(sum(batch.batch_size for batch in batches))
+            count = sum(batch.batch_size for batch in batches)
+            on_admitted(count, batches[0].data_type, batches[0].fps)
 
     return DiffGenerator.from_server_args(args, before_loading=admit, progress=progress)
 
 
 class _Run:
-    """One run of the command: pictures are on disk before anything is said about them."""
+    """One run of the command: outputs are on disk before anything is said about them."""
 
     def __init__(self, options: GenerateOptions) -> None:
         self.options = options
@@ -86,7 +88,7 @@ class _Run:
         self.parts: list[GenerationResult] = []
 
     def generate(self) -> None:
-        """Make the pictures, and write each batch as soon as it is there."""
+        """Make the outputs, and write each batch as soon as it is there."""
         options = self.options
         with TerminalProgress() as bars:
             listener = None if options.own.quiet else bars
@@ -120,17 +122,17 @@ class _Run:
             raise
         except OSError as error:
             raise OutputError(
-                f"the pictures are written, but not their paths: standard output refused them "
+                f"the files are written, but not their paths: standard output refused them "
                 f"({error.strerror})"
             ) from error
 
-    def _admitted(self, images: int) -> None:
-        self.place = destination(self.options.own, images)
+    def _admitted(self, count: int, makes: DataType, fps: int | None) -> None:
+        self.place = destination(self.options.own, count, makes, fps)
 
     def _write(self, part: GenerationResult) -> None:
         assert self.place is not None, "a model was loaded without admission"
         written = self.place.write(
-            part.images,
+            part.outputs,
             model=part.model,
             parameters=part.parameters,
             metadata=self.options.own.save_metadata,

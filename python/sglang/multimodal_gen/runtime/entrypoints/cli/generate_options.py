@@ -29,7 +29,7 @@ from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, UserErro
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateArgs:
-    """What the command itself takes: where prompts come from and where pictures go."""
+    """What the command itself takes: where prompts come from and where outputs go."""
 
     prompt: str | tuple[str, ...] | None = flag(
         None, help="What to make. Several texts make several pictures."
@@ -41,17 +41,19 @@ class GenerateArgs:
     )
     output_path: str = flag(
         "outputs/",
-        help="Folder for the pictures, or a file name (.png, .jpg, .webp) for a single one.",
+        help="Folder for the outputs, or a file name for a single one: .png, .jpg, .webp for a "
+        "picture, .mp4, .gif, .webp for a video.",
     )
     output_file_name: str | None = flag(
-        None, help="Name of the picture in the output folder; by default its time and seed."
+        None, help="Name of the file in the output folder; by default its time and seed."
     )
     overwrite: bool = flag(
         False, help="Replace a file of the chosen name; otherwise -2, -3, ... is added."
     )
-    save_metadata: bool = flag(
-        True, help="Store prompt, seed, model and settings in the picture file."
+    frames: bool = flag(
+        False, help="Write each video as a new folder of PNG files, which lose nothing."
     )
+    save_metadata: bool = flag(True, help="Store prompt, seed, model and settings in the file.")
     json: bool = flag(False, help="Print the result as one line of JSON on standard output.")
     quiet: bool = flag(False, help="Print no progress, notes or times; warnings stay.")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+from sglang.multimodal_gen.runtime.entrypoints.generated import Generated, GeneratedImage
 
 if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import GenerationResult
@@ -13,18 +15,10 @@ if TYPE_CHECKING:
 
 def json_line(result: GenerationResult, paths: Sequence[Path]) -> str:
     """The result as one line of ASCII JSON."""
-    images = [
-        {
-            "path": str(path),
-            "prompt": image.prompt,
-            "seed": image.seed,
-            "width": image.array.shape[1],
-            "height": image.array.shape[0],
-        }
-        for image, path in zip(result.images, paths, strict=False)  # a disk may fill up midway
-    ]
+    # A disk may fill up midway.
+    outputs = [_output(*pair) for pair in zip(result.outputs, paths, strict=False)]
     summary = {
-        "images": images,
+        "videos" if result.videos else "images": outputs,
         "timings": result.timings,
         "load_seconds": result.load_seconds,
         "peak_memory_mb": result.peak_memory_mb,
@@ -34,6 +28,16 @@ def json_line(result: GenerationResult, paths: Sequence[Path]) -> str:
         "parameters": result.parameters,
     }
     return json.dumps(summary, default=str)
+
+
+def _output(output: Generated, path: Path) -> dict[str, Any]:
+    pixels = output.array if isinstance(output, GeneratedImage) else output.frames
+    height, width, _ = pixels.shape[-3:]
+    about = {"path": str(path), "prompt": output.prompt, "seed": output.seed}
+    about |= {"width": width, "height": height}
+    if not isinstance(output, GeneratedImage):
+        about |= {"num_frames": len(pixels), "fps": output.fps}
+    return about
 
 
 def print_notes(notes: Iterable[str], stream: TextIO) -> None:

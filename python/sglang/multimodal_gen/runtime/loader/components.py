@@ -17,6 +17,9 @@ from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader imp
     LoadedComponent,
     NeuralComponentLoader,
 )
+from sglang.multimodal_gen.runtime.loader.component_loaders.image_processor_loader import (
+    ImageProcessorLoader,
+)
 from sglang.multimodal_gen.runtime.loader.component_loaders.scheduler_loader import (
     SchedulerLoader,
 )
@@ -53,6 +56,7 @@ LOADERS: Mapping[str, type[ComponentLoader]] = {
     "transformer": NeuralComponentLoader,
     "text_encoder": TextEncoderLoader,
     "image_encoder": TextEncoderLoader,
+    "image_processor": ImageProcessorLoader,
     "vae": NeuralComponentLoader,
     "scheduler": SchedulerLoader,
     "tokenizer": TokenizerLoader,
@@ -322,6 +326,8 @@ def _precision(name: str, server_args: ServerArgs) -> str:
     role = role_of(name)
     if role == "vae":
         return config.vae_precision
+    if role == "image_encoder":
+        return config.image_encoder_precision
     if role == "text_encoder":
         suffix = name.removeprefix("text_encoder").removeprefix("_")
         index = int(suffix) - 1 if suffix else 0
@@ -369,7 +375,7 @@ def _check_names(names: Mapping[str, str], server_args: ServerArgs) -> None:
                     f"It has: {', '.join(names)}",
                 )
     for name, value in model.component_precisions.items():
-        if role_of(name) in ("scheduler", "tokenizer"):
+        if role_of(name) in ("scheduler", "tokenizer", "image_processor"):
             raise InvalidArgument(
                 f"component_precisions.{name}", value, "this component has no weights; leave it out"
             )

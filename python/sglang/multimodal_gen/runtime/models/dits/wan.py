@@ -377,8 +377,8 @@ def _add_gated(x_BSD: Tensor, gate: Tensor, update: Tensor) -> Tensor:
 
 
 TP_PLAN = {
-    "blocks.*.attn[12].to_[qkv]": Column(heads="num_attention_heads"),
-    "blocks.*.attn2.add_[kv]_proj": Column(heads="num_attention_heads"),
+    # to_q, to_k, to_v; and add_k_proj, add_v_proj, which only some checkpoints have.
+    "blocks.*.attn[12].[ta][od]*_[qkv]*": Column(heads="num_attention_heads"),
     "blocks.*.attn[12].norm_*": NormAcross(heads="num_attention_heads"),
     "blocks.*.attn[12].to_out.0": Row(),
     "blocks.*.ffn.net.0.proj": Column(),

@@ -76,7 +76,7 @@ def test_a_new_field_of_a_batch_is_compared_by_default():
     assert compared == {
         "height", "width", "num_inference_steps", "guidance_scale", "true_cfg_scale",
         "do_classifier_free_guidance", "num_frames", "max_sequence_length", "image_path",
-        "task_type", "data_type",
+        "task_type", "data_type", "fps", "video_path",
     }  # fmt: skip
     for name in compared:
         one, other = parts()[0], parts()[0]

@@ -44,7 +44,7 @@ def test_a_chain_without_any_one_stage_is_refused_or_still_makes_sense(stages, g
 
 
 def test_only_latents_cross_to_a_decoder(stages):
-    assert crossing(stages, 5) - {"height", "width"} == {"latents"}
+    assert crossing(stages, 5) - {"height", "width", "data_type"} == {"latents"}
 
 
 def test_prompt_embeddings_cross_to_a_denoiser_and_generators_do_not(stages):

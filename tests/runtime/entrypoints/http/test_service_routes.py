@@ -185,6 +185,8 @@ def test_the_schema_names_every_route_with_examples_and_errors(shared):
         ("get", "/v1/models/{name}"), ("get", "/v1/jobs/{job_id}"),
         ("post", "/v1/jobs/{job_id}/cancel"), ("get", "/v1/files/{file_id}"),
         ("get", "/v1/loras"), ("post", "/v1/loras"), ("delete", "/v1/loras/{name}"),
+        ("post", "/v1/videos"), ("get", "/v1/videos"), ("get", "/v1/videos/{video_id}"),
+        ("delete", "/v1/videos/{video_id}"), ("get", "/v1/videos/{video_id}/content"),
         ("get", "/health"), ("get", "/health/deep"), ("get", "/liveness"), ("get", "/server_info"),
     }  # fmt: skip
     for path, item in schema["paths"].items():
@@ -196,6 +198,10 @@ def test_the_schema_names_every_route_with_examples_and_errors(shared):
     edits = schema["paths"]["/v1/images/edits"]["post"]["requestBody"]["content"]
     assert {"image", "mask", "prompt"} <= edits["multipart/form-data"]["schema"][
         "properties"].keys()  # fmt: skip
+    create = schema["paths"]["/v1/videos"]["post"]["requestBody"]["content"]
+    for kind in ("application/json", "multipart/form-data"):
+        names = {"prompt", "seconds", "num_frames", "fps", "input_reference"}
+        assert names <= create[kind]["schema"]["properties"].keys()
     for ref in set(_refs(schema)):
         assert ref.removeprefix("#/components/schemas/") in schema["components"]["schemas"]
     for example in schema["components"]["schemas"]["ImageGeneration"]["examples"]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import toy_clips  # noqa: F401
 from runtime.entrypoints.http.conftest import Live, running, store_of
 from sglang.multimodal_gen.runtime.entrypoints.http.opening import service_of
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
@@ -17,6 +16,8 @@ from sglang.multimodal_gen.runtime.managers.worker import Worker
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch, Req
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.server_args.serving import ServingArgs
+
+import toy_clips  # noqa: F401
 from toy_clips.checkpoint import write_checkpoint
 
 SMALL = {"prompt": "a red ball", "num_frames": 5, "size": "48x32", "num_inference_steps": 2}

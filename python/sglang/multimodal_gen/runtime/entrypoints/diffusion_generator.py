@@ -46,8 +46,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class GenerationResult(Sequence[Generated]):
+class GenerationResult(Sequence[Any]):
     """The pictures or the videos of one call, in order: a sequence, with what the call cost.
+
+    Its items are `GeneratedImage` or, of a task that makes videos, `GeneratedVideo`.
 
     ``timings`` are seconds by stage summed over batches; ``peak_memory_mb`` is the device's peak in
     MiB (CPU: the process's); ``parameters`` are the settings that were in force; ``backend`` is who
@@ -72,10 +74,10 @@ class GenerationResult(Sequence[Generated]):
     def __len__(self) -> int:
         return len(self.outputs)
 
-    def __getitem__(self, index: int) -> Generated:  # type: ignore[override]
+    def __getitem__(self, index: int) -> Any:  # type: ignore[override]
         return self.outputs[index]
 
-    def __iter__(self) -> Iterator[Generated]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.outputs)
 
     def save(self, path: str | Path, *, metadata: bool = True, frames: bool = False) -> list[Path]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
+    from sglang.multimodal_gen.runtime.utils.video_file import InputVideo
+
 
 @dataclass(frozen=True, slots=True)
 class RequestControl:
@@ -115,6 +117,7 @@ class Req:
     # Input images.
     generator: list[torch.Generator] = _by_a_stage()
     condition_image: list[Image.Image] = _by_a_stage()
+    condition_video: list[InputVideo] = _by_some_stage(list)
     image_latent: Tensor | None = _by_some_stage(_nothing)
     image_embeds: Tensor | None = _by_some_stage(_nothing)
     """What an image encoder sees in the input images, [images, tokens, D]."""

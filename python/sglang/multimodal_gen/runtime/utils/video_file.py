@@ -171,7 +171,7 @@ def load_input_video(path: Path | str, *, max_pixels: int = MAX_INPUT_VIDEO_PIXE
         UserError: PyAV is missing.
     """
     require_video_codec()
-    import av
+    from av.error import FFmpegError
 
     frames: list[np.ndarray] = []
     room = max_pixels
@@ -188,7 +188,7 @@ def load_input_video(path: Path | str, *, max_pixels: int = MAX_INPUT_VIDEO_PIXE
                     raise InvalidRequest(_FIELD, str(path), problem)
                 turned = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
                 frames.append(np.ascontiguousarray(turned))
-        except av.error.FFmpegError as error:
+        except FFmpegError as error:
             raise _damaged(path, error) from error
     if not frames or len({frame.shape for frame in frames}) > 1:
         problem = "has no frames" if not frames else "changes its size midway"
@@ -297,6 +297,7 @@ def _json(metadata: ImageMetadata) -> str:
 def _opened(path: Path | str) -> InputContainer:
     require_video_codec()
     import av
+    from av.error import FFmpegError
 
     try:
         usable = Path(path).is_file()
@@ -308,7 +309,7 @@ def _opened(path: Path | str) -> InputContainer:
     options = {"format_whitelist": _INPUT_FORMATS, "protocol_whitelist": "file"}
     try:
         return av.open(str(Path(path).absolute()), options=options)
-    except (av.error.FFmpegError, ValueError) as error:
+    except (FFmpegError, ValueError) as error:
         raise _damaged(path, error) from error
 
 

@@ -62,7 +62,8 @@ def open_generator(
     """Load the model, unless its checkpoint's configs already tell that it cannot do ``request``.
 
     ``on_admitted`` hears how many outputs there will be before weights load, of what kind, and at
-    what rate videos will play; what it raises saves the loading. torch is imported here, after everything that needs no torch was checked.
+    what rate videos will play; what it raises saves the loading. torch is imported here, after
+    everything that needs no torch was checked.
     """
     from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import DiffGenerator
     from sglang.multimodal_gen.runtime.managers.ranks.follower import is_front

@@ -41,7 +41,7 @@ class ClassifierFreeGuidance:
         t_B: Tensor,
         scale: float | None = None,
     ) -> Tensor:
-        """The prediction for one step, in the shape of the latents; ``scale`` in place of the batch's."""
+        """The prediction for one step, like the latents; ``scale`` in place of the batch's."""
         arguments = (transformer, config, batch, latent_model_input, t_B)
         positive = self._branch(POSITIVE, *arguments)
         if not batch.do_classifier_free_guidance:

@@ -170,6 +170,11 @@ def plan_memory(
         for name, module in given.items()
         if isinstance(module, nn.Module)
     ]
+    config = server_args.pipeline_config
+    if config is not None and config.boundary_ratio is not None:
+        # Two denoisers, one after the other.
+        facts = [replace(f, takes_turns=f.group == "dit") for f in facts]
+        known = [replace(f, takes_turns=f.group == "dit") for f in known]
     return plan_components(facts, known, [*specs, *given], server_args.memory, memory, parallel)
 
 

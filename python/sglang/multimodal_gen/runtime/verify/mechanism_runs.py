@@ -120,7 +120,7 @@ def run_cfg_parallel(port: Port, baseline: Baseline) -> Finding:
 def run_layerwise_offload(port: Port, baseline: Baseline) -> Finding:
     """The denoisers' blocks streamed from host memory: the same bits."""
     pipeline = port.pipeline
-    names = [n for n in denoiser_names(type(pipeline)) if pipeline.get_module(n) is not None]
+    names = [n for n in denoiser_names(pipeline) if pipeline.get_module(n) is not None]
     args = dataclasses.replace(
         port.model.server_args, memory=MemoryArgs(layerwise_offload_components=tuple(names))
     )

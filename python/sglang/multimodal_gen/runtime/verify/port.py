@@ -38,7 +38,7 @@ class Port:
         self.model = model
         self.worker = Worker(model) if worker is None else worker
         self.pipeline: ComposedPipelineBase = self.worker.pipeline
-        names = denoiser_names(type(self.pipeline))
+        names = denoiser_names(self.pipeline)
         self.denoisers: list[nn.Module] = [
             m for m in map(self.pipeline.get_module, names) if isinstance(m, nn.Module)
         ]
@@ -99,9 +99,9 @@ class Port:
         return batch
 
 
-def denoiser_names(pipeline: type[ComposedPipelineBase]) -> list[str]:
+def denoiser_names(pipeline: ComposedPipelineBase) -> list[str]:
     """The components of a pipeline that denoise."""
-    return [n for n in pipeline._required_config_modules if role_of(n) in DENOISER_ROLES]
+    return [n for n in pipeline.required_config_modules if role_of(n) in DENOISER_ROLES]
 
 
 def decoder_name(pipeline: type[ComposedPipelineBase]) -> str | None:

@@ -266,12 +266,16 @@ class _Run:
         sizes = self.wish.sizes or ((4 * multiple, 4 * multiple), (4 * multiple, 6 * multiple))
         tokens = self.model.sampling_params({}).max_sequence_length
         image = config.task_type.accepts_image_input
-        return [base_request(s, self.wish.seed, tokens, with_image=image) for s in sizes]
+        frames = 2 * config.frame_multiple + 1 if config.makes_videos else None
+        return [
+            base_request(s, self.wish.seed, tokens, with_image=image, frames=frames) for s in sizes
+        ]
 
     def _load_reference(self) -> Reference:
         self.say("loading the reference")
         cls = type(self.port.pipeline)
-        names = [n for n in (*denoiser_names(cls), decoder_name(cls)) if n is not None]
+        names = [*denoiser_names(self.port.pipeline), decoder_name(cls)]
+        names = [n for n in names if n is not None]
         *denoisers, decoder = [cls._extra_config_module_map.get(name, name) for name in names]
         reference = load_reference(
             self.wish.reference, self.model.source, self.model.server_args, denoisers, decoder

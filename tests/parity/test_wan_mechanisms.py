@@ -195,3 +195,30 @@ def test_what_a_checkpoint_cannot_do_is_refused_by_name(
     model = ModelDescription.find(ServerArgs.from_flat(model_path=str(root), device="cpu"))
     with pytest.raises(InvalidRequest, match=message):
         model.admit(model.sampling_params({**request(tiny, checkpoints), **changes}))
+
+
+def test_an_adapter_for_one_expert_leaves_the_other_alone(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    """As adapters of 2.2 come: a file for each expert."""
+    root = checkpoint_folder(EXPERTS, checkpoints)
+    values = request(EXPERTS, checkpoints, num_inference_steps=4)
+    with opened_runtime(root) as generator:
+        adapter = Adapter(generator.pipeline.modules["transformer"], 3, strength=0.3)
+        for path in ("blocks.0.attn1.to_q", "blocks.1.ffn.net.2"):
+            adapter.add((path,), f"diffusion_model.{path}")
+        file = str(adapter.save(tmp_path / "lora.safetensors"))
+        plain = frames(generator, values)
+        made = {}
+        for target in ("transformer", "transformer_2", "all"):
+            generator.set_lora("a", file, target=target)
+            made[target] = frames(generator, values)
+            generator.unset_lora()
+        high_only = {**values, "boundary_ratio": 0.0}
+        unmoved = frames(generator, high_only)
+        generator.set_lora("a", file, target="transformer_2")
+        assert torch.equal(frames(generator, high_only), unmoved)
+        generator.unset_lora()
+        assert torch.equal(frames(generator, values), plain)
+    distinct = [plain, *made.values()]
+    assert not any(torch.equal(one, two) for i, one in enumerate(distinct) for two in distinct[:i])

@@ -8,13 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 from PIL import Image
 
+from sglang.multimodal_gen import DiffGenerator
 from sglang.multimodal_gen.runtime.utils.video_file import encode_video
 
 from parity.compare import compare
 from parity.family import Family
 from parity.harness import ParityCase, assert_parity, checkpoint_folder
+from parity.oracle import trace_of
 from parity.runtime_trace import opened_runtime, record_runtime
 from parity.tiny_wan import TinyWan
 from parity.wan_families import (
@@ -183,3 +187,19 @@ def test_no_request_leaves_a_trace_in_the_next(checkpoints: Path, files: Path) -
                            placed(case, files).request)  # fmt: skip
         again = record_runtime(generator, SMALL_TEXT, plain)
     assert {m.measured for m in compare(again, first).measurements} == {0.0}
+
+
+def test_in_bfloat16_it_is_bit_equal(checkpoints: Path) -> None:
+    """With the precisions that the family chooses: denoiser and encoder bf16, autoencoder fp32."""
+    request = text("bf16", TALL).request
+    root = checkpoint_folder(TinyWan("wan"), checkpoints)
+    dtypes = {"default": torch.bfloat16, "vae": torch.float32}
+    pipeline = WanPipeline.from_pretrained(root, dtype=dtypes)
+    pipeline.set_progress_bar_config(disable=True)
+    expected = trace_of(pipeline, TEXT, request)
+    with DiffGenerator.from_pretrained(
+        model_path=str(root), device="cpu", precision="config"
+    ) as generator:
+        measured = record_runtime(generator, TEXT, request)
+    assert measured.steps[0].branches[0].prediction.dtype == torch.bfloat16
+    assert {m.measured for m in compare(measured, expected).measurements} == {0.0}

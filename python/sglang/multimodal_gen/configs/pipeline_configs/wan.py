@@ -46,11 +46,13 @@ class WanState:
 
     ``beside`` [B, 4 + C, T, h, w] are channels that go in with the latents: which frames are given,
     and the clip of given frames. ``first_frame`` [B, C, 1, h, w] stands in place of the latents'
-    first frame (2.2's 5B).
+    first frame (2.2's 5B). ``seen`` [B * images, tokens, D] is CLIP's view of the images: each
+    output of the batch looks at all of them.
     """
 
     rotary: Rotary
     dtype: torch.dtype
+    seen: Tensor | None = None
     beside: Tensor | None = None
     first_frame: Tensor | None = None
 
@@ -129,12 +131,15 @@ class WanPipelineConfig(PipelineConfig):
         rotary = transformer.rotary_embedding(*batch.raw_latent_shape[2:])
         dtype = transformer.patch_embedding.weight.dtype
         given = batch.image_latent
+        seen = batch.image_embeds
+        if seen is not None:
+            seen = seen.repeat(batch.raw_latent_shape[0], 1, 1).to(dtype)
         if given is None:
             return WanState(rotary, dtype)
         if self.expand_timesteps:
             return WanState(rotary, dtype, first_frame=given)
         both = len(batch.image_path) > 1
-        return WanState(rotary, dtype, beside=_beside(given, self.frame_multiple, both=both))
+        return WanState(rotary, dtype, seen, _beside(given, self.frame_multiple, both=both))
 
     def prepare_pos_cond_kwargs(
         self, batch: Req, latent_model_input: Tensor, t: Tensor, **kwargs: Any
@@ -161,15 +166,11 @@ class WanPipelineConfig(PipelineConfig):
             token_timestep = _times_of_tokens(latents, t, self.dit_config.patch_size)
         if state.beside is not None:
             latents = torch.cat([latents, state.beside], dim=1)
-        seen = batch.image_embeds
-        if seen is not None:
-            # Each output of the batch looks at all images of the request.
-            seen = seen.repeat(len(latents), 1, 1).to(state.dtype)
         return {
             "hidden_states": latents.to(state.dtype),
             "timestep": t,
             "encoder_hidden_states": text.to(state.dtype),
-            "encoder_hidden_states_image": seen,
+            "encoder_hidden_states_image": state.seen,
             "token_timestep": token_timestep,
             "rotary": state.rotary,
         }

@@ -60,6 +60,7 @@ def run(pipeline: Any, description: ModelDescription, values: dict[str, Any]) ->
     (batch,) = description.admit(description.sampling_params(values).seal())
     groups = {name: getattr(pipeline.parallel, name) for name in GROUPS}
     before = {name: group.traffic.copy() for name, group in groups.items()}
+    latents = np.empty(0)
     for name, stage in pipeline.stages.items():
         if name == "decoding_stage":
             latents = batch.latents.numpy().copy()

@@ -274,8 +274,7 @@ class _Run:
     def _load_reference(self) -> Reference:
         self.say("loading the reference")
         cls = type(self.port.pipeline)
-        names = [*denoiser_names(self.port.pipeline), decoder_name(cls)]
-        names = [n for n in names if n is not None]
+        names = [n for n in (*denoiser_names(self.port.pipeline), decoder_name(cls)) if n]
         *denoisers, decoder = [cls._extra_config_module_map.get(name, name) for name in names]
         reference = load_reference(
             self.wish.reference, self.model.source, self.model.server_args, denoisers, decoder

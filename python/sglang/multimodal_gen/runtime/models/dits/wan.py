@@ -269,7 +269,8 @@ class WanTransformer3DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         dim = num_attention_heads * attention_head_dim
         self.num_attention_heads = num_attention_heads
         self.head_dim = attention_head_dim
-        self.patch_size = tuple(patch_size)
+        depth, height, width = patch_size
+        self.patch_size = (depth, height, width)
         self.max_positions = rope_max_seq_len
         self.in_channels, self.eps = in_channels, eps
         self.patch_embedding = nn.Conv3d(in_channels, dim, self.patch_size, self.patch_size)

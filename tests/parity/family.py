@@ -27,6 +27,11 @@ OTHER_VALUES: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
+def plain_arguments(pipeline: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The reference's arguments are this runtime's settings."""
+    return arguments
+
+
 @dataclass(frozen=True)
 class Family:
     """How to run a family's reference, what to compare, and what must move its picture."""
@@ -48,6 +53,14 @@ class Family:
     """Sampling fields that must move the picture where a request sets them, with another value."""
     without_effect: tuple[str, ...] = ()
     """Fields among `other` that this family's reference ignores."""
+    clips: bool = False
+    """Whether it makes clips."""
+    guidance: str = "true_cfg_scale"
+    """The field that turns classifier-free guidance on, above 1."""
+    arguments: Callable[[Any, dict[str, Any]], dict[str, Any]] = plain_arguments
+    """Settings of this runtime as the arguments of the loaded reference, which it may set up."""
+    own_inputs: Mapping[str, str] = field(default_factory=dict)
+    """Inputs that this runtime's denoiser has under another name: theirs -> ours."""
 
 
 FLUX_DEV = Family(

@@ -69,7 +69,7 @@ def assert_sensitive(root: Path, family: Family, request: Request, base: Trace) 
     """Fail unless each field that should move each picture does, and `base` shows something."""
     assert_lively(base)
     for name, change in family.other.items():
-        if not _in_effect(name, request):
+        if not _in_effect(name, request, family):
             continue
         other = run_oracle(root, family, {**request, name: change(request[name])})
         moved = [
@@ -92,8 +92,8 @@ def assert_lively(trace: Trace) -> None:
         assert torch.unique(trace.images[index]).numel() > 64, f"picture {index} has few levels"
 
 
-def _in_effect(name: str, request: Request) -> bool:
+def _in_effect(name: str, request: Request, family: Family) -> bool:
     """Whether `request` uses field `name`: true CFG needs both a negative prompt and a scale."""
     if name in ("negative_prompt", "true_cfg_scale"):
-        return request.get("true_cfg_scale", 1.0) > 1 and "negative_prompt" in request
+        return request.get(family.guidance, 1.0) > 1 and "negative_prompt" in request
     return name in request

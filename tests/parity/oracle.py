@@ -9,7 +9,11 @@ from typing import Any
 import diffusers
 import torch
 
-from sglang.multimodal_gen.runtime.verify.recorder import recorded_calls, recorded_decodes
+from sglang.multimodal_gen.runtime.verify.recorder import (
+    recorded_calls,
+    recorded_decodes,
+    recorded_steps,
+)
 
 from parity.family import Family, Request
 from parity.trace import Trace, steps_of
@@ -34,22 +38,25 @@ def trace_of(pipeline: Any, family: Family, request: Request) -> Trace:
     """Run `pipeline` on `request` and keep what :class:`Trace` holds."""
     seeds = seeds_of(request)
     denoisers = [getattr(pipeline, name) for name in family.denoisers]
+    arguments = family.arguments(pipeline, _arguments(request))
     with (
+        recorded_steps(type(pipeline.scheduler)) as made,
         recorded_calls(denoisers, family.inputs) as calls,
         recorded_decodes(getattr(pipeline, family.decoder)) as decodes,
     ):
         result = pipeline(
-            **_arguments(request),
+            **arguments,
             generator=[torch.Generator().manual_seed(seed) for seed in seeds],
             output_type="pt",
         )
-    timesteps = pipeline.scheduler.timesteps.clone()
-    steps = steps_of(calls, len(timesteps), len(seeds), family.latents_of)
-    pixels = result.images
+    count = len(made)  # the last ones, where a clip is given in place of noise
+    timesteps = pipeline.scheduler.timesteps[-count:].clone()
+    steps = steps_of(calls, count, len(seeds), family.latents_of)
+    pixels = result.frames.movedim(2, 1) if family.clips else result.images
     return Trace(
         noise=steps[0].latents,
         timesteps=timesteps,
-        sigmas=pipeline.scheduler.sigmas[: len(timesteps)].clone(),
+        sigmas=pipeline.scheduler.sigmas[-1 - count : -1].clone(),
         steps=steps,
         final_latents=torch.cat([decode.latents for decode in decodes]),
         pixels=pixels,

@@ -49,9 +49,10 @@ def record_runtime(
     """Run `request` on a loaded ``DiffGenerator`` and keep what :class:`Trace` holds."""
     with _recorded_groups(generator.pipeline, family) as groups:
         result = generator.generate(**request)
-    seeds = [image.seed for image in result.images]
+    seeds = [output.seed for output in result.outputs]
     assert seeds == seeds_of(request), f"images have the seeds {seeds}, not {seeds_of(request)}"
     arrays = [torch.from_numpy(image.array.copy()) for image in result.images]
+    arrays += [torch.from_numpy(clip.frames.copy()) for clip in result.videos]
     assert groups, "the pipeline's forward was never called"
     traces = []
     for group in groups:
@@ -69,16 +70,27 @@ def _trace(group: _Group, family: Family, images: Tensor) -> Trace:
     assert group.decodes, "the decoder was never called"
     assert group.pixels is not None, "no stage wrote the output"
     count = len(group.timesteps)
-    steps = steps_of(group.calls, count, len(images), family.latents_of)
+    theirs = {ours: name for name, ours in family.own_inputs.items()}
+    calls = [
+        Call({theirs.get(n, n): value for n, value in call.inputs.items()}, call.output)
+        for call in group.calls
+    ]
+    steps = steps_of(calls, count, len(images), family.latents_of)
     return Trace(
         noise=steps[0].latents,
         timesteps=group.timesteps,
-        sigmas=group.sigmas[:count],
+        sigmas=group.sigmas[-1 - count : -1],
         steps=steps,
         final_latents=torch.cat([decode.latents for decode in group.decodes]),
-        pixels=group.pixels,
+        pixels=_unit_range(group.decodes) if family.clips else group.pixels,
         images=images,
     )
+
+
+def _unit_range(decodes: list[Decode]) -> Tensor:
+    """What was decoded, in 0..1: of clips the pipeline's output is rounded already."""
+    pictures = [decode.picture for decode in decodes if decode.picture is not None]
+    return (torch.cat(pictures) / 2 + 0.5).clamp(0, 1)
 
 
 @contextmanager
@@ -92,7 +104,8 @@ def _recorded_groups(pipeline: Any, family: Family) -> Iterator[list[_Group]]:
     def watched(*args: Any, **kwargs: Any) -> Any:
         group = _Group()
         with ExitStack() as stack:
-            group.calls = stack.enter_context(recorded_calls(denoisers, family.inputs))
+            names = [family.own_inputs.get(name, name) for name in family.inputs]
+            group.calls = stack.enter_context(recorded_calls(denoisers, names))
             group.decodes = stack.enter_context(recorded_decodes(decoder))
             for stage in pipeline.stages.values():
                 stack.enter_context(patch.object(stage, "forward", _watched(stage, group)))

@@ -106,12 +106,13 @@ class Registry:
         """
         _check_kind("sampling_param_cls", sampling_param_cls, SamplingParams)
         _check_kind("pipeline_config_cls", pipeline_config_cls, _pipeline_config_base())
+        own = pipeline_config_cls.pipeline_name
         entry = _Configs(
             sampling_param_cls,
             pipeline_config_cls,
             tuple(hf_model_paths or ()),
             tuple(model_detectors or ()),
-            self._family_pipelines,
+            self._family_pipelines if own is None else (own,),
         )
         with self._lock:
             self._refuse_known_paths(entry.paths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -231,3 +232,15 @@ def test_a_plan_fits_and_is_refused_only_where_none_does(situation):
     assert all(plan[name].mode is mode for name, mode in wishes.modes.items())
     if not wishes.modes and fits({name: Placement(R) for name in names}):
         assert {plan[name].mode for name in names} == {R}
+
+
+def test_of_denoisers_that_take_turns_one_is_on_the_device_at_a_time():
+    two = [component(name, "dit", 28) for name in ("transformer", "transformer_2")]
+    turns = [replace(facts, takes_turns=True) for facts in two]
+    wishes = Wishes({facts.name: C for facts in two})
+    memory = facts(48)
+    plan = plan_residency(turns, memory, wishes, device="cuda")
+    assert plan.device_bytes == 28 * GIB
+    assert plan.host_bytes == 2 * 28 * GIB
+    with pytest.raises(OutOfMemory):
+        plan_residency(two, memory, wishes, device="cuda")

@@ -84,3 +84,18 @@ def test_encoders_tokenizers_and_configs_must_pair_up():
     args = ServerArgs.from_flat(device="cpu", pipeline_config=MyModelPipelineConfig())
     with pytest.raises(PipelineDefinitionError, match="describes 1"):
         stage.forward(stub_request(), args)
+
+
+def test_padding_is_zeros_and_prompts_are_cleaned_where_the_family_says_so():
+    encoder, plain = encode(prompt=["a &amp; b"])
+    cleaning = EncoderConfig(max_length=TEXT_TOKENS, prompt_cleaning=True, zero_padding=True)
+    _, batch = encode(encoder, prompt=[" a  &amp;amp;\nb "], encoder_config=cleaning)
+    _, wanted = encode(encoder, prompt=["a & b"])
+    (mask,) = batch.prompt_attention_mask
+    kept = int(mask.sum())
+    assert 0 < kept < TEXT_TOKENS
+    embeds, expected = batch.prompt_embeds[0], wanted.prompt_embeds[0]
+    assert torch.equal(embeds[:, :kept], expected[:, :kept])
+    assert not embeds[:, kept:].any()
+    assert expected[:, kept:].any(), "the encoder's padding is zeros by itself"
+    assert not torch.equal(plain.prompt_embeds[0], expected)

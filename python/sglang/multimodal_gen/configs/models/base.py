@@ -94,9 +94,13 @@ class EncoderConfig(ModelConfig):
     ``max_length`` is the number of tokens that every prompt is padded or cut to; None takes the
     request's ``max_sequence_length``. ``output`` names the member of the encoder's output that is
     used: "pooler_output" [B, P] goes to the pooled embeddings, any other [B, T, D] to the prompt's.
+    ``prompt_cleaning``: mend encodings, read HTML entities and join white space before tokenizing.
+    ``zero_padding``: zeros stand for what the encoder makes of padding.
     """
 
     max_length: int | None = None
     max_length_limit: int | None = None
     output: str = "last_hidden_state"
     use_attention_mask: bool = True
+    prompt_cleaning: bool = False
+    zero_padding: bool = False

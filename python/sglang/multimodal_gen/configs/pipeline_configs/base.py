@@ -18,6 +18,7 @@ from sglang.multimodal_gen.configs.models.base import (
 from sglang.multimodal_gen.configs.sealed import Sealable
 from sglang.multimodal_gen.configs.task_type import DataType, ModelTaskType
 from sglang.multimodal_gen.runtime.utils.errors import (
+    CheckpointError,
     InvalidArgument,
     InvalidRequest,
     PipelineDefinitionError,
@@ -48,6 +49,12 @@ class PipelineConfig(Sealable):
     opaque: ClassVar[bool] = False
     """The pipeline is another library's from end to end: it checks sizes and reads guidance itself,
     and a setting that is left out (None) is its to choose."""
+    pipeline_name: ClassVar[str | None] = None
+    """Whose settings these are, in a family of several pipelines; None serves all of them."""
+    index_settings: ClassVar[tuple[str, ...]] = ()
+    """Fields that a checkpoint's ``model_index.json`` sets, where no operator did."""
+    float32_latents: ClassVar[bool] = False
+    """Noise and latents are float32; else they have the precision of the prompt's embeddings."""
 
     task_type: ModelTaskType = ModelTaskType.T2I
     should_use_guidance: bool = True
@@ -61,6 +68,10 @@ class PipelineConfig(Sealable):
     dit_precision: str = "bf16"
     vae_precision: str = "fp32"
     text_encoder_precisions: tuple[str, ...] = ("bf16",)
+    image_encoder_precision: str = "fp32"
+    boundary_ratio: float | None = None
+    """With two denoisers: the share of the training steps from which on, upwards, the first one
+    denoises, and ``transformer_2`` below it."""
     max_pixels: int = 4096 * 4096
     max_video_pixels: int = 2**28
     """The most that frames x height x width of one clip may be."""
@@ -96,6 +107,10 @@ class PipelineConfig(Sealable):
             return task
         if isinstance(current, ModelConfig) and isinstance(value, Mapping):
             return current.with_settings(value, label=field_name)
+        if name == "boundary_ratio":
+            if not _is_share(value):
+                raise InvalidArgument(field_name, value, "must be a number in 0..1")
+            return float(value)
         if isinstance(current, tuple) and isinstance(value, list):
             value = tuple(value)
         allowed = (int, float) if type(current) is float else type(current)
@@ -121,10 +136,30 @@ class PipelineConfig(Sealable):
                     part.seal()
         return super().seal()
 
-    def with_checkpoint(self, component_configs: Mapping[str, Mapping[str, Any]]) -> Self:
-        """A copy that knows the facts of a checkpoint: component name -> its ``config.json``."""
+    def with_checkpoint(
+        self,
+        component_configs: Mapping[str, Mapping[str, Any]],
+        index: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """A copy that knows the facts of a checkpoint.
+
+        ``component_configs`` are component name -> its ``config.json``; ``index`` is the
+        ``model_index.json``, of which `index_settings` are taken.
+
+        Raises:
+            CheckpointError: a setting of the index makes no sense.
+        """
+        settings = {}
+        for f in fields(self):
+            value = (index or {}).get(f.name) if f.name in self.index_settings else None
+            if value is None or getattr(self, f.name) != f.default:
+                continue
+            if not (isinstance(value, bool) if isinstance(f.default, bool) else _is_share(value)):
+                raise CheckpointError(f"model_index.json: {f.name}={value!r} makes no sense")
+            settings[f.name] = value
         return replace(
             self,
+            **settings,
             dit_config=self.dit_config.with_checkpoint(component_configs.get("transformer", {})),
             vae_config=self.vae_config.with_checkpoint(component_configs.get("vae", {})),
         )
@@ -288,6 +323,11 @@ class PipelineConfig(Sealable):
         return self.vae_config.temporal_compression_ratio
 
     @property
+    def encodes_images_alone(self) -> bool:
+        """Whether a clip's given first frame is encoded by itself; else in a clip of zeros."""
+        return False
+
+    @property
     def makes_videos(self) -> bool:
         """Whether any task of this family makes videos: its latents have frames, then."""
         return any(task.is_video_gen for task in self.get_supported_task_types())
@@ -357,6 +397,10 @@ def resolution_shift(tokens: int, scheduler_config: Mapping[str, Any]) -> float:
 def get_request_task_type(batch: Req, pipeline_config: PipelineConfig) -> ModelTaskType:
     """The admitted task of a request; the pipeline's default for callers that resolved none."""
     return pipeline_config.task_type if batch.task_type is None else batch.task_type
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _fits(task: ModelTaskType, has_image: bool, has_video: bool) -> bool:

@@ -27,7 +27,8 @@ MAX_PROMPT_CHARACTERS = 100_000
 RANDOM_SEED = -1
 
 
-def _setting(default: Any, help: str, **metadata: Any) -> Any:
+def setting(default: Any, help: str, **metadata: Any) -> Any:
+    """A field of a request: its default, and what ``--help`` says of it."""
     return field(default=default, metadata={"help": help, **metadata})
 
 
@@ -46,23 +47,23 @@ class SamplingParams(Sealable):
     data_type: ClassVar[DataType] = DataType.VIDEO
     prompt_optional: ClassVar[bool] = False
 
-    prompt: str | list[str] | None = _setting(None, "What to make; several give several outputs.")
-    negative_prompt: str | None = _setting(
+    prompt: str | list[str] | None = setting(None, "What to make; several give several outputs.")
+    negative_prompt: str | None = setting(
         None, "What to keep away from; takes effect when classifier-free guidance is on."
     )
-    seed: int | list[int] | None = _setting(
+    seed: int | list[int] | None = setting(
         None, "Seed of the first output; output k uses seed + k. Left out or -1: drawn at random."
     )
-    num_outputs_per_prompt: int = _setting(1, "Outputs for each prompt.")
-    height: int | None = _setting(None, "Height in pixels.")
-    width: int | None = _setting(None, "Width in pixels.")
-    num_inference_steps: int = _setting(50, "Denoising steps.")
-    guidance_scale: float = _setting(1.0, "Guidance strength as the model was trained to take it.")
-    true_cfg_scale: float | None = _setting(
+    num_outputs_per_prompt: int = setting(1, "Outputs for each prompt.")
+    height: int | None = setting(None, "Height in pixels.")
+    width: int | None = setting(None, "Width in pixels.")
+    num_inference_steps: int = setting(50, "Denoising steps.")
+    guidance_scale: float = setting(1.0, "Guidance strength as the model was trained to take it.")
+    true_cfg_scale: float | None = setting(
         None, "Classifier-free guidance with a second forward on the negative prompt; on above 1."
     )
-    max_sequence_length: int | None = _setting(None, "Text tokens that the prompt is padded to.")
-    task_type: ModelTaskType | str | None = _setting(
+    max_sequence_length: int | None = setting(None, "Text tokens that the prompt is padded to.")
+    task_type: ModelTaskType | str | None = setting(
         None, "Task, for models that serve several (e.g. T2I).", choices=tuple(ModelTaskType)
     )
 
@@ -76,13 +77,13 @@ class SamplingParams(Sealable):
         if self.negative_prompt is not None:
             _check_text("negative_prompt", self.negative_prompt)
         _check_seed(self.seed)
-        _check_number("num_outputs_per_prompt", self.num_outputs_per_prompt, int, low=1,
+        check_number("num_outputs_per_prompt", self.num_outputs_per_prompt, int, low=1,
                       high=MAX_OUTPUTS)  # fmt: skip
         if not self._left_to_pipeline("num_inference_steps"):
-            _check_number("num_inference_steps", self.num_inference_steps, int, low=1,
+            check_number("num_inference_steps", self.num_inference_steps, int, low=1,
                           high=MAX_INFERENCE_STEPS)  # fmt: skip
         if not self._left_to_pipeline("guidance_scale"):
-            _check_number("guidance_scale", self.guidance_scale, float, low=0, high=MAX_GUIDANCE)
+            check_number("guidance_scale", self.guidance_scale, float, low=0, high=MAX_GUIDANCE)
         for name in ("height", "width", "max_sequence_length"):
             _check_optional(name, getattr(self, name), int, low=1, high=MAX_COUNT)
         _check_optional("true_cfg_scale", self.true_cfg_scale, float, low=0, high=MAX_GUIDANCE)
@@ -144,10 +145,8 @@ class SamplingParams(Sealable):
 class VisualSamplingParams(SamplingParams):
     """What requests for images and for videos have in common beyond the basics."""
 
-    image_path: str | list[str] | None = _setting(
-        None, "Input image(s), for models that take them."
-    )
-    lora: list[str] | None = _setting(
+    image_path: str | list[str] | None = setting(None, "Input image(s), for models that take them.")
+    lora: list[str] | None = setting(
         None,
         "LoRA adapters for this request alone, in place of the server's: NAME or a file's path, "
         "with =WEIGHT after it if not 1.",
@@ -189,20 +188,18 @@ class VideoSamplingParams(VisualSamplingParams):
 
     data_type: ClassVar[DataType] = DataType.VIDEO
 
-    num_frames: int = _setting(81, "Frames of each clip.")
-    num_frames_round_down: bool = _setting(
+    num_frames: int = setting(81, "Frames of each clip.")
+    num_frames_round_down: bool = setting(
         False, "Make the next smaller count of frames that the model can, in place of refusing."
     )
-    fps: int = _setting(24, "Frames a second: how fast the clip plays, not how long it is.")
-    video_path: str | list[str] | None = _setting(
-        None, "Input video(s), for models that take them."
-    )
+    fps: int = setting(24, "Frames a second: how fast the clip plays, not how long it is.")
+    video_path: str | list[str] | None = setting(None, "Input video(s), for models that take them.")
 
     def check(self) -> None:
         """The checks of images, and that frames and their rate are counts."""
         super().check()
-        _check_number("num_frames", self.num_frames, int, low=1, high=MAX_FRAMES)
-        _check_number("fps", self.fps, int, low=1, high=MAX_FPS)
+        check_number("num_frames", self.num_frames, int, low=1, high=MAX_FRAMES)
+        check_number("fps", self.fps, int, low=1, high=MAX_FPS)
         if not isinstance(self.num_frames_round_down, bool):
             problem = "must be true or false"
             raise InvalidRequest("num_frames_round_down", self.num_frames_round_down, problem)
@@ -248,10 +245,11 @@ def _check_seed(seed: Any) -> None:
 
 def _check_optional(name: str, value: object, kind: type, **bounds: float) -> None:
     if value is not None:
-        _check_number(name, value, kind, **bounds)
+        check_number(name, value, kind, **bounds)
 
 
-def _check_number(name: str, value: Any, kind: type, *, low: float, high: float = math.inf) -> None:
+def check_number(name: str, value: Any, kind: type, *, low: float, high: float = math.inf) -> None:
+    """Refuse (`InvalidRequest`) what is no number of a kind, int or float, within bounds."""
     whole = kind is int
     allowed: Any = Integral if whole else Real  # numpy's numbers too
     if isinstance(value, bool) or not isinstance(value, allowed):

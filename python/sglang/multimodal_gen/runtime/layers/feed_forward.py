@@ -20,11 +20,14 @@ class GELUProjection(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Linear, GELU (tanh), linear; checkpoint names ``net.0.proj`` and ``net.2``."""
+    """Linear, GELU (tanh), linear; checkpoint names ``net.0.proj`` and ``net.2``.
 
-    def __init__(self, dim: int, expansion: int = 4) -> None:
+    It is four times as wide inside unless ``inner_dim`` says otherwise.
+    """
+
+    def __init__(self, dim: int, inner_dim: int | None = None) -> None:
         super().__init__()
-        inner_dim = expansion * dim
+        inner_dim = 4 * dim if inner_dim is None else inner_dim
         # Position 1 is the reference's dropout, which has no weights.
         self.net = nn.ModuleList(
             [GELUProjection(dim, inner_dim), nn.Identity(), nn.Linear(inner_dim, dim)]

@@ -17,6 +17,9 @@ from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader imp
     NeuralComponentLoader,
     PlainStateDictComponentLoader,
 )
+from sglang.multimodal_gen.runtime.loader.component_loaders.image_processor_loader import (
+    ImageProcessorLoader,
+)
 from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes import library_class
 from sglang.multimodal_gen.runtime.loader.component_loaders.scheduler_loader import (
     SchedulerLoader,
@@ -58,6 +61,7 @@ LOADERS: Mapping[str, type[ComponentLoader]] = {
     "transformer": NeuralComponentLoader,
     "text_encoder": TextEncoderLoader,
     "image_encoder": TextEncoderLoader,
+    "image_processor": ImageProcessorLoader,
     "vae": NeuralComponentLoader,
     "scheduler": SchedulerLoader,
     "tokenizer": TokenizerLoader,
@@ -161,6 +165,11 @@ def plan_memory(
         for name, module in given.items()
         if isinstance(module, nn.Module)
     ]
+    config = server_args.pipeline_config
+    if config is not None and config.boundary_ratio is not None:
+        # Two denoisers, one after the other.
+        facts = [replace(f, takes_turns=f.group == "dit") for f in facts]
+        known = [replace(f, takes_turns=f.group == "dit") for f in known]
     share = share_of(memory, server_args.parallel, parallel)
     return plan_components(facts, known, [*names, *given], server_args.memory, share, parallel)
 
@@ -400,6 +409,8 @@ def _precision(name: str, key: str, loader: ComponentLoader, server_args: Server
     role = role_of(name, key)
     if role == "vae":
         return config.vae_precision
+    if role == "image_encoder":
+        return config.image_encoder_precision
     if role == "text_encoder":
         label = name if role_of(name) == role else key
         suffix = label.removeprefix("text_encoder").removeprefix("_")
@@ -448,7 +459,7 @@ def _check_names(names: Mapping[str, str], server_args: ServerArgs) -> None:
                     f"It has: {', '.join(names)}",
                 )
     for name, value in model.component_precisions.items():
-        if role_of(name) in ("scheduler", "tokenizer"):
+        if role_of(name) in ("scheduler", "tokenizer", "image_processor"):
             raise InvalidArgument(
                 f"component_precisions.{name}", value, "this component has no weights; leave it out"
             )

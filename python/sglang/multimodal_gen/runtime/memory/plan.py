@@ -41,8 +41,8 @@ class ComponentFacts:
 
     ``nbytes`` of all its weights as this rank will hold them; ``group`` is ``dit``,
     ``text_encoder``, ``image_encoder``, ``vae`` or another role: components of one group are used
-    by one stage. ``streams`` tells whether its class lists blocks, ``blocks`` their sizes in
-    running order (empty where they are not known before loading).
+    by one stage, at once but for those that take turns. ``streams`` tells whether its class lists
+    blocks, ``blocks`` their sizes in running order (empty where they are not known before loading).
     """
 
     name: str
@@ -50,6 +50,7 @@ class ComponentFacts:
     nbytes: int
     blocks: tuple[int, ...] = ()
     streams: bool = False
+    takes_turns: bool = False
 
     def slots(self, prefetch_size: float) -> int:
         """Buffers of the ring: one to compute from, the others to fill."""
@@ -219,9 +220,15 @@ def _peak(
     """Device bytes of weights when the ``groups`` largest groups in use meet."""
     always = sum(placement.always(by_name[name]) for name, placement in placements.items())
     in_use: dict[str, int] = {}
+    turns: dict[str, int] = {}
     for name, placement in placements.items():
-        facts = by_name[name]
-        in_use[facts.group] = in_use.get(facts.group, 0) + placement.in_use(facts)
+        facts, needed = by_name[name], placement.in_use(by_name[name])
+        if facts.takes_turns:
+            turns[facts.group] = max(turns.get(facts.group, 0), needed)
+        else:
+            in_use[facts.group] = in_use.get(facts.group, 0) + needed
+    for group, needed in turns.items():
+        in_use[group] = in_use.get(group, 0) + needed
     return always + sum(sorted(in_use.values(), reverse=True)[:groups])
 
 

@@ -67,6 +67,13 @@ class ResidencyManager:
             for component in used:
                 component.end_use()
 
+    def swap(self, out: str, into: str) -> None:
+        """Send one component home and bring another, in the middle of a stage."""
+        if out in self.components:
+            self.components[out].end_use()
+        if into in self.components:
+            self.components[into].begin_use()
+
     def release(self, kept: Sequence[str] | set[str] = ()) -> None:
         """Send all components home but those to be kept."""
         with ExitStack() as each:  # one that fails keeps none of the others here

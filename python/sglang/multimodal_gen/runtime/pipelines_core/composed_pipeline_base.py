@@ -51,12 +51,17 @@ from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
 from sglang.multimodal_gen.runtime.pipelines_core.stages import (
     DecodingStage,
     DenoisingStage,
+    FrameVAEEncodingStage,
+    ImageEncodingStage,
     ImageVAEEncodingStage,
     InputValidationStage,
     LatentPreparationStage,
+    StrengthStage,
     TextEncodingStage,
     TimestepPreparationStage,
+    VideoVAEEncodingStage,
 )
+from sglang.multimodal_gen.runtime.pipelines_core.stages.experts import Experts
 from sglang.multimodal_gen.runtime.pipelines_core.stages.guidance import guidance_for
 from sglang.multimodal_gen.runtime.pipelines_core.stages.step_previews import StepPreviews
 from sglang.multimodal_gen.runtime.platforms.copy_lane import copy_lane
@@ -100,6 +105,8 @@ class ComposedPipelineBase(ABC):
     pipeline_name: ClassVar[str]
     """Equals ``_class_name`` in the checkpoint's ``model_index.json``."""
     _required_config_modules: ClassVar[list[str]] = []
+    _optional_config_modules: ClassVar[list[str]] = []
+    """Components that are loaded where the checkpoint has them."""
     _extra_config_module_map: ClassVar[dict[str, str]] = {}
     """Alias -> the component of ``model_index.json`` it stands for."""
     component_loaders: ClassVar[dict[str, type[ComponentLoader]]] = {}
@@ -129,6 +136,7 @@ class ComposedPipelineBase(ABC):
                 "hooks"
             )
         self.model_path = model_path
+        self._takes_optional = required_config_modules is None
         self.required_config_modules = list(
             self._required_config_modules
             if required_config_modules is None
@@ -150,6 +158,8 @@ class ComposedPipelineBase(ABC):
         self.graphs: GraphRunner | None = None
         """Recordings of the denoisers' GPU work, where there are any."""
         self._graph_note: str | None = None
+        self.experts: Experts | None = None
+        """Which denoiser makes which step, where there are two."""
 
         self._load_modules(loaded_modules or {}, source, progress)
         split_denoisers(self.modules, self._index_names(self.modules), self.parallel)
@@ -159,6 +169,8 @@ class ComposedPipelineBase(ABC):
         self.residency = ResidencyManager(
             self._offloaded, self.stage_uses, overlap=self.plan.overlap
         )
+        if self.experts is not None:
+            self.experts.residency = self.residency
         self.executor = executor(self.stages)
         self.executor.residency = self.residency
 
@@ -196,16 +208,31 @@ class ComposedPipelineBase(ABC):
         config = server_args.pipeline_config
         assert config is not None
         facts = cls.default_component_configs | read_component_configs(
-            source, cls._index_names(), server_args
+            source, cls._index_names(cls.component_names(source)), server_args
         )
-        return dataclasses.replace(server_args, pipeline_config=config.with_checkpoint(facts))
+        config = config.with_checkpoint(facts, source.model_index)
+        return dataclasses.replace(server_args, pipeline_config=config)
 
     @classmethod
     def attention_heads(cls, source: ModelSource, server_args: ServerArgs) -> tuple[int, ...]:
         """The numbers of heads that a split of the sequence by heads must divide; reads JSON."""
         return denoiser_heads(
-            source, cls._index_names(), server_args, cls.default_component_configs
+            source,
+            cls._index_names(cls.component_names(source)),
+            server_args,
+            cls.default_component_configs,
         )
+
+    @classmethod
+    def component_names(cls, source: ModelSource) -> list[str]:
+        """The components of this pipeline for a checkpoint, with the optional ones that it has."""
+        names = cls._index_names(cls._optional_config_modules)
+        present = [
+            name
+            for name, key in names.items()
+            if key in source.components or (not source.indexed and (source.root / key).is_dir())
+        ]
+        return [*cls._required_config_modules, *present]
 
     @classmethod
     def _index_names(cls, names: Iterable[str] | None = None) -> dict[str, str]:
@@ -237,6 +264,7 @@ class ComposedPipelineBase(ABC):
     def _check_loaders(self) -> None:
         """A loader chosen for a name that no component has would be passed over in silence."""
         known = {*self._required_config_modules, *self.required_config_modules}
+        known |= {*self._optional_config_modules}
         known |= self._extra_config_module_map.keys()
         for name in self.component_loaders:
             if name not in known:
@@ -260,6 +288,9 @@ class ComposedPipelineBase(ABC):
                 self.model_path, self.server_args.model.revision, self.checkpoint_layout
             )
             self.server_args = self.bind_checkpoint(source, self.server_args)
+        if source is not None and self._takes_optional:
+            self.required_config_modules = self.component_names(source)
+            missing = [name for name in self.required_config_modules if name not in given]
         names = self._index_names(missing)
         if source is not None:
             check_denoisers(
@@ -361,6 +392,25 @@ class ComposedPipelineBase(ABC):
         stage = ImageVAEEncodingStage(self._required(vae_key), self.parallel, self.server_args.vae)
         return self.add_stage(stage, "image_vae_encoding_stage")
 
+    def add_standard_image_encoding_stage(
+        self, image_encoder_key: str = "image_encoder", image_processor_key: str = "image_processor"
+    ) -> Self:
+        """Input images to what an image encoder sees in them."""
+        stage = ImageEncodingStage(
+            self._required(image_encoder_key), self._required(image_processor_key)
+        )
+        return self.add_stage(stage, "image_encoding_stage")
+
+    def add_standard_frame_vae_encoding_stage(self, vae_key: str = "vae") -> Self:
+        """Given frames of a clip to latents."""
+        stage = FrameVAEEncodingStage(self._required(vae_key), self.parallel, self.server_args.vae)
+        return self.add_stage(stage, "frame_vae_encoding_stage")
+
+    def add_standard_video_vae_encoding_stage(self, vae_key: str = "vae") -> Self:
+        """A given clip to latents."""
+        stage = VideoVAEEncodingStage(self._required(vae_key), self.parallel, self.server_args.vae)
+        return self.add_stage(stage, "video_vae_encoding_stage")
+
     def add_standard_latent_preparation_stage(
         self, scheduler_key: str = "scheduler", transformer_key: str = "transformer"
     ) -> Self:
@@ -381,6 +431,11 @@ class ComposedPipelineBase(ABC):
     ) -> Self:
         """The loop."""
         call = self._caller_of(transformer_key)
+        second = f"{transformer_key}_2"
+        if second in self.modules:
+            call = self._caller_of(second) if call is not call_plainly else call
+            names = (transformer_key, second)
+            self.experts = Experts(self._required(transformer_key), self.modules[second], names)
         return self.add_stage_factory(
             RoleType.DENOISER,
             lambda: DenoisingStage(
@@ -388,6 +443,7 @@ class ComposedPipelineBase(ABC):
                 self._required(scheduler_key),
                 guidance_for(self.parallel.cfg, call),
                 previews=StepPreviews(self.get_module("vae")),
+                experts=self.experts,
             ),
             "denoising_stage",
         )
@@ -439,9 +495,30 @@ class ComposedPipelineBase(ABC):
         self.add_standard_image_vae_encoding_stage()
         return self._add_from_latents_on()
 
-    def _add_from_latents_on(self) -> Self:
+    def add_standard_ti2v_stages(self, image_encoder_key: str = "image_encoder") -> Self:
+        """The whole chain from text, and from frames or a clip as far as tasks take them, to video.
+
+        An image encoder has its stage where there is one.
+        """
+        config = self.server_args.pipeline_config
+        assert config is not None
+        tasks = config.get_supported_task_types()
+        with_video = any(task.accepts_video_input for task in tasks)
+        self.add_standard_input_validation_stage()
+        self.add_standard_text_encoding_stage()
+        if any(task.accepts_image_input for task in tasks):
+            if image_encoder_key in self.modules:
+                self.add_standard_image_encoding_stage(image_encoder_key)
+            self.add_standard_frame_vae_encoding_stage()
+        if with_video:
+            self.add_standard_video_vae_encoding_stage()
+        return self._add_from_latents_on(with_video=with_video)
+
+    def _add_from_latents_on(self, *, with_video: bool = False) -> Self:
         self.add_standard_latent_preparation_stage()
         self.add_standard_timestep_preparation_stage()
+        if with_video:
+            self.add_stage(StrengthStage(), "strength_stage")
         self.add_standard_denoising_stage()
         return self.add_standard_decoding_stage()
 

@@ -124,6 +124,9 @@ class Req:
     condition_image: list[Image.Image] = _by_a_stage()
     condition_video: list[InputVideo] = _by_some_stage(list)
     image_latent: Tensor | None = _by_some_stage(_nothing)
+    image_embeds: Tensor | None = _by_some_stage(_nothing)
+    """What an image encoder sees in the input images, [images, tokens, D]."""
+    video_latent: Tensor | None = _by_some_stage(_nothing)
 
     # Text: lists with one entry an encoder, each [B, T, D] or pooled [B, P].
     prompt_embeds: list[Tensor] = _by_a_stage()

@@ -10,7 +10,7 @@ command runs it wherever ``unsupported`` finds nothing against it.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,7 +147,9 @@ def _lora(port: Port, baseline: Baseline) -> Finding:
             pipeline.unset_lora()
             pipeline.unload_lora_adapter("verify")
     after = port.picture(baseline.request)
-    by_hand = _by_hand(port, module, factors, baseline.request)
+    # Where there are two denoisers, the file means both.
+    changed = [pipeline.modules[n] for n in pipeline.lora_targets if n in pipeline.modules]
+    by_hand = _by_hand(port, changed, factors, baseline.request)
     if relative_l2(by_hand, baseline.picture) < MOVED:
         return Finding(0.0, skipped="proves nothing: a random adapter does not move the picture")
     if not torch.equal(after, baseline.picture):
@@ -171,22 +173,25 @@ def _factors(module: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _by_hand(
-    port: Port, module: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]], request: Request
+    port: Port,
+    modules: Sequence[nn.Module],
+    factors: Mapping[str, tuple[Tensor, Tensor]],
+    request: Request,
 ) -> Tensor:
     """The picture with ``W + B A`` in the place of W."""
-    kept: dict[str, Tensor] = {}
+    kept: list[tuple[Any, Tensor]] = []
     try:
         with torch.no_grad():
-            for path, (down, up) in factors.items():
-                weight: Any = module.get_submodule(path).weight
-                kept[path] = weight.detach().clone()
-                weight += (up @ down).to(weight)
+            for module in modules:
+                for path, (down, up) in factors.items():
+                    weight: Any = module.get_submodule(path).weight
+                    kept.append((weight, weight.detach().clone()))
+                    weight += (up @ down).to(weight)
         return port.picture(request)
     finally:
         with torch.no_grad():
-            for path, weight in kept.items():
-                target: Any = module.get_submodule(path).weight
-                target.copy_(weight)
+            for weight, before in kept:
+                weight.copy_(before)
 
 
 MECHANISMS: tuple[Mechanism, ...] = (

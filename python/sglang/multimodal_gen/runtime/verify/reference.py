@@ -33,8 +33,8 @@ class Reference:
     """A loaded pipeline of Diffusers, or an object that is called like one.
 
     It has the components by their names in ``model_index.json`` as attributes, a scheduler in
-    Diffusers' interface, and a ``__call__`` that returns a record with ``images`` [B, 3, H, W] in
-    0..1 for ``output_type="pt"``.
+    Diffusers' interface, and a ``__call__`` that returns a record with ``images`` [B, 3, H, W], or
+    ``frames`` [B, F, 3, H, W], in 0..1 for ``output_type="pt"``.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class Reference:
 
     def fitting(self, request: Request) -> Request:
         """The request without the fields that this reference does not know."""
-        unknown = [name for name in request.values if name not in (*self.takes, "seed")]
+        asked = [*request.values, *(["image"] if request.image is not None else [])]
+        unknown = [name for name in asked if name not in (*self.takes, "seed")]
         return request.without(*unknown)
 
     def run(self, request: Request) -> RunRecord:
@@ -85,7 +86,8 @@ class Reference:
         sigmas = getattr(scheduler, "sigmas", None)
         if isinstance(sigmas, torch.Tensor):
             record.sigmas = sigmas[: len(timesteps)].detach().cpu().clone()
-        record.pixels = result.images.detach().float().cpu()
+        made = result.frames if hasattr(result, "frames") else result.images
+        record.pixels = made.detach().float().cpu()
         return record
 
 

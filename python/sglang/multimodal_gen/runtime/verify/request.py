@@ -44,16 +44,23 @@ class Request:
         return Request({**self.values, name: OTHER[name](self.values[name])}, self.image)
 
     def without(self, *names: str) -> Request:
-        """The same request without some fields."""
-        return Request({k: v for k, v in self.values.items() if k not in names}, self.image)
+        """The same request without some fields; ``image`` is the input image."""
+        image = None if "image" in names else self.image
+        return Request({k: v for k, v in self.values.items() if k not in names}, image)
 
 
 def base_request(
-    size: tuple[int, int], seed: int, text_tokens: int | None, *, with_image: bool
+    size: tuple[int, int],
+    seed: int,
+    text_tokens: int | None,
+    *,
+    with_image: bool,
+    frames: int | None = None,
 ) -> Request:
     """A request that turns everything on that a text-to-image model may have.
 
-    ``text_tokens`` is the family's default of ``max_sequence_length``; None leaves it out.
+    ``text_tokens`` is the family's default of ``max_sequence_length``; None leaves it out. Where an
+    image goes with it, all of them are asked for: references find the text's place by its length.
     """
     height, width = size
     values: dict[str, Any] = {
@@ -67,7 +74,9 @@ def base_request(
         "true_cfg_scale": TRUE_CFG,
     }
     if text_tokens is not None:
-        values["max_sequence_length"] = min(text_tokens, TEXT_TOKENS)
+        values["max_sequence_length"] = text_tokens if with_image else min(text_tokens, TEXT_TOKENS)
+    if frames is not None:
+        values["num_frames"] = frames
     return Request(values, _drawing() if with_image else None)
 
 

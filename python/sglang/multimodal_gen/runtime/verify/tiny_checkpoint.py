@@ -37,7 +37,9 @@ from sglang.multimodal_gen.runtime.verify.quiet_library import no_library_bars
 from sglang.multimodal_gen.runtime.verify.shrunk_config import DIVISORS, common_divisor, shrunk
 from sglang.multimodal_gen.runtime.verify.tiny_weights import fill_with_noise
 
-WEIGHTLESS_ROLES = ("scheduler", "tokenizer", "feature_extractor", "processor")
+WEIGHTLESS_ROLES = (
+    "scheduler", "tokenizer", "feature_extractor", "processor", "image_processor",
+)  # fmt: skip
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 

@@ -286,7 +286,10 @@ class _Run:
         sizes = self.wish.sizes or ((4 * multiple, 4 * multiple), (4 * multiple, 6 * multiple))
         tokens = self.model.sampling_params({}).max_sequence_length
         image = config.task_type.accepts_image_input
-        return [base_request(s, self.wish.seed, tokens, with_image=image) for s in sizes]
+        frames = 2 * config.frame_multiple + 1 if config.makes_videos else None
+        return [
+            base_request(s, self.wish.seed, tokens, with_image=image, frames=frames) for s in sizes
+        ]
 
     def _load_reference(self) -> Reference:
         self.say("loading the reference")

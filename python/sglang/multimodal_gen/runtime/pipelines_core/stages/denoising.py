@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sglang.multimodal_gen.runtime.pipelines_core.role import RoleType
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
+from sglang.multimodal_gen.runtime.pipelines_core.stages.experts import Experts
 from sglang.multimodal_gen.runtime.pipelines_core.stages.guidance import ClassifierFreeGuidance
 from sglang.multimodal_gen.runtime.pipelines_core.stages.step_checkpoints import StepCheckpoints
 from sglang.multimodal_gen.runtime.pipelines_core.stages.step_previews import StepPreviews
@@ -40,6 +41,8 @@ class DenoisingStage(PipelineStage):
             "neg_pooled_embeds",
             "negative_attention_mask",
             "image_latent",
+            "image_embeds",
+            "image_path",
             "do_classifier_free_guidance",
             "guidance_scale",
             "true_cfg_scale",
@@ -60,12 +63,14 @@ class DenoisingStage(PipelineStage):
         guidance: ClassifierFreeGuidance | None = None,
         previews: StepPreviews | None = None,
         checkpoints: StepCheckpoints | None = None,
+        experts: Experts | None = None,
     ) -> None:
         self.transformer = transformer
         self.scheduler = scheduler
         self.previews = StepPreviews() if previews is None else previews
         self.checkpoints = StepCheckpoints() if checkpoints is None else checkpoints
         self.guidance = ClassifierFreeGuidance() if guidance is None else guidance
+        self.experts = Experts(transformer) if experts is None else experts
 
     def forward(self, batch: Req, server_args: ServerArgs) -> Req:
         """Denoises ``batch.latents`` in place of the noise, ready for the VAE."""
@@ -74,6 +79,8 @@ class DenoisingStage(PipelineStage):
         _check_negative(batch)
         batch.model_state = config.prepare_model_state(batch, self.transformer)
         total = len(batch.timesteps)
+        experts = self.experts.of_steps(batch, config)
+        self.experts.begin()
         # What the loop's own draws depend on; a stage whose loop draws declares that it reads them.
         generators = batch.generator if "generator" in (self.reads or ()) else []
         first, latents = self.checkpoints.begin(batch, scheduler, batch.latents, generators)
@@ -82,7 +89,11 @@ class DenoisingStage(PipelineStage):
             t = batch.timesteps[step]
             model_input = _scaled(scheduler, latents, t)
             t_B = t.expand(len(latents))
-            prediction = self.guidance.predict(self.transformer, config, batch, model_input, t_B)
+            expert = experts[step]
+            self.experts.bring(expert)
+            prediction = self.guidance.predict(
+                expert.denoiser, config, batch, model_input, t_B, expert.scale
+            )
             self.previews.show(batch, config, step, latents, prediction)
             latents = scheduler.step(prediction, t, latents, return_dict=False)[0]
             self.checkpoints.step_done(batch, scheduler, step + 1, latents, generators)
@@ -94,7 +105,8 @@ class DenoisingStage(PipelineStage):
         """The request's scheduler, at its first step; our own copy if no stage prepared one."""
         if batch.scheduler is None:
             batch.scheduler = _scheduler_for(self.scheduler, batch)
-        if hasattr(batch.scheduler, "set_begin_index"):
+        begun = getattr(batch.scheduler, "begin_index", None)
+        if begun is None and hasattr(batch.scheduler, "set_begin_index"):
             # Saves the look-up of the first timestep, which waits for the GPU.
             batch.scheduler.set_begin_index(0)
         return batch.scheduler

@@ -39,13 +39,14 @@ class ClassifierFreeGuidance:
         batch: Req,
         latent_model_input: Tensor,
         t_B: Tensor,
+        scale: float | None = None,
     ) -> Tensor:
-        """The prediction for one step, in the shape of the latents."""
+        """The prediction for one step, like the latents; ``scale`` in place of the batch's."""
         arguments = (transformer, config, batch, latent_model_input, t_B)
         positive = self._branch(POSITIVE, *arguments)
         if not batch.do_classifier_free_guidance:
             return positive
-        return _guided(batch, positive, self._branch(NEGATIVE, *arguments))
+        return _guided(batch, positive, self._branch(NEGATIVE, *arguments), scale)
 
     def _branch(
         self,
@@ -89,13 +90,14 @@ class ParallelGuidance(ClassifierFreeGuidance):
         batch: Req,
         latent_model_input: Tensor,
         t_B: Tensor,
+        scale: float | None = None,
     ) -> Tensor:
         """The prediction for one step, on both ranks."""
         arguments = (transformer, config, batch, latent_model_input, t_B)
         if batch.do_classifier_free_guidance:
             own = self._branch(self.group.rank, *arguments)
             positive, negative = self.group.all_gather(own[None])
-            return _guided(batch, positive, negative)
+            return _guided(batch, positive, negative, scale)
         if IDLE_BRANCH not in batch.warnings:
             batch.warnings.append(IDLE_BRANCH)
         own = self._branch(POSITIVE, *arguments) if self.group.is_first else None
@@ -131,5 +133,6 @@ def guidance_for(group: Group, call: Caller = call_plainly) -> ClassifierFreeGui
     return ClassifierFreeGuidance(call) if group.size == 1 else ParallelGuidance(group, call)
 
 
-def _guided(batch: Req, positive: Tensor, negative: Tensor) -> Tensor:
-    return negative + batch.true_cfg_scale * (positive - negative)
+def _guided(batch: Req, positive: Tensor, negative: Tensor, scale: float | None) -> Tensor:
+    scale = batch.true_cfg_scale if scale is None else scale
+    return negative + scale * (positive - negative)

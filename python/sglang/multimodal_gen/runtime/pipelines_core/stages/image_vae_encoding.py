@@ -57,15 +57,15 @@ class ImageVAEEncodingStage(PipelineStage):
         )
         packed = []
         for image in batch.condition_image:
-            pixels = _to_pixels(image, batch.width, batch.height).to(parameter)
+            pixels = to_pixels(image, batch.width, batch.height).to(parameter)
             latents = (self.work.encode(pixels) - shift) * scale
             packed.append(config.maybe_pack_latents(latents, 1, batch))
         batch.image_latent = torch.cat(packed, dim=1).repeat_interleave(batch.batch_size, dim=0)
         return batch
 
 
-def _to_pixels(image: Image.Image, width: int, height: int) -> Tensor:
-    """[1, 3, height, width] in -1..1."""
+def to_pixels(image: Image.Image, width: int, height: int) -> Tensor:
+    """An image, resized (Lanczos), as [1, 3, height, width] in -1..1."""
     resized = image.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
-    pixels = torch.from_numpy(np.asarray(resized, dtype=np.float32) / 127.5 - 1)
+    pixels = 2.0 * torch.from_numpy(np.asarray(resized, dtype=np.float32) / 255.0) - 1.0
     return pixels.permute(2, 0, 1)[None]

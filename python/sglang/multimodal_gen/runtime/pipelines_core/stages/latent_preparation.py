@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class LatentPreparationStage(PipelineStage):
-    """Draws each image's noise from its own generator, in the dtype of the prompt embeddings.
+    """Draws each image's noise from its own generator, in the dtype of the prompt embeddings (or in
+    float32, where the family says so).
 
     One draw of shape [1, ...] an image, on the CPU, then moved: as Diffusers' ``randn_tensor`` does
     with a list of CPU generators.
@@ -32,11 +33,12 @@ class LatentPreparationStage(PipelineStage):
         """Writes packed latents on the embeddings' device, and their shape before packing."""
         config = self.pipeline_config(server_args)
         embeds = batch.prompt_embeds[0]
+        dtype = torch.float32 if config.float32_latents else embeds.dtype
         size = len(batch.generator)
         shape = config.prepare_latent_shape(batch, size, batch.num_frames)
         noise = torch.cat(
             [
-                torch.randn((1, *shape[1:]), generator=generator, dtype=embeds.dtype)
+                torch.randn((1, *shape[1:]), generator=generator, dtype=dtype)
                 for generator in batch.generator
             ]
         ).to(embeds.device)

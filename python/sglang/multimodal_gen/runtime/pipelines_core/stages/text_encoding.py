@@ -13,6 +13,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
 from sglang.multimodal_gen.runtime.pipelines_core.stages.finite import require_finite
 from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
+from sglang.multimodal_gen.runtime.utils.prompt_cleaning import clean_prompt
 
 if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.server_args import ServerArgs
@@ -90,10 +91,11 @@ class TextEncodingStage(PipelineStage):
         for encoder, tokenizer, config in zip(
             self.text_encoders, self.tokenizers, configs, strict=True
         ):
-            for prompt in distinct:
+            texts = [clean_prompt(p) if config.prompt_cleaning else p for p in distinct]
+            for prompt, text in zip(distinct, texts, strict=True):
                 about = [image for image, given in enumerate(prompts) if given == prompt]
-                _warn_if_cut(batch, prompt, about, tokenizer, config, label)
-            encoded = [self.encode_one(batch, p, encoder, tokenizer, config) for p in distinct]
+                _warn_if_cut(batch, text, about, tokenizer, config, label)
+            encoded = [self.encode_one(batch, t, encoder, tokenizer, config) for t in texts]
             values = torch.cat([value for value, _ in encoded])
             require_finite(values, f"{type(encoder).__name__}'s embedding of the {label}")
             pooled = config.output == "pooler_output"
@@ -116,7 +118,10 @@ class TextEncodingStage(PipelineStage):
         if config.use_attention_mask:
             inputs["attention_mask"] = tokens.attention_mask.to(device)
         output = getattr(encoder(**inputs), config.output)
-        return output, tokens.attention_mask.to(device)
+        mask = tokens.attention_mask.to(device)
+        if config.zero_padding:
+            output = output.masked_fill(mask[..., None] == 0, 0)
+        return output, mask
 
     def _configs(self, server_args: ServerArgs) -> tuple[EncoderConfig, ...]:
         configs = self.pipeline_config(server_args).text_encoder_configs

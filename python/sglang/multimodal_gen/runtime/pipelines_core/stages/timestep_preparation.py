@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
-from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, PipelineDefinitionError
+from sglang.multimodal_gen.runtime.utils.errors import (
+    CheckpointError,
+    InvalidRequest,
+    PipelineDefinitionError,
+)
 
 if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.server_args import ServerArgs
@@ -33,6 +37,9 @@ class TimestepPreparationStage(PipelineStage):
         """
         config = self.pipeline_config(server_args)
         scheduler = copy.deepcopy(self.scheduler)
+        shift = getattr(batch.request, "flow_shift", None)
+        if shift is not None:
+            scheduler = _with_flow_shift(scheduler, shift)
         sigmas = config.prepare_sigmas(None, batch.num_inference_steps)
         kwargs = config.prepare_extra_set_timesteps_kwargs(batch, scheduler.config)
         if sigmas is not None:
@@ -59,3 +66,14 @@ class TimestepPreparationStage(PipelineStage):
         batch.sigmas = None if used is None else used[: len(scheduler.timesteps)].tolist()
         batch.num_inference_steps = len(scheduler.timesteps)
         return batch
+
+
+def _with_flow_shift(scheduler: Any, shift: float) -> Any:
+    """The same scheduler with another static time shift, under the name that its config has."""
+    config = scheduler.config
+    name = next((n for n in ("flow_shift", "shift") if n in config), None)
+    if name is None or config.get("use_dynamic_shifting", False):
+        kind = "computes its shift itself" if name else "has none"
+        problem = f"this checkpoint's {type(scheduler).__name__} {kind}; leave it out"
+        raise InvalidRequest("flow_shift", shift, problem)
+    return type(scheduler).from_config(config, **{name: float(shift)})

@@ -51,12 +51,17 @@ class DiTConfig(ModelConfig):
 
 @dataclass
 class VAEConfig(ModelConfig):
-    """An image autoencoder."""
+    """An autoencoder of images or clips.
+
+    ``temporal_compression_ratio``: frames per latent frame, the first frame standing alone; 1 for
+    images.
+    """
 
     latent_channels: int = 16
     block_out_channels: tuple[int, ...] = (128, 256, 512, 512)
     scaling_factor: float = 1.0
     shift_factor: float | None = None
+    temporal_compression_ratio: int = 1
 
     def __post_init__(self) -> None:
         facts = {"scaling_factor": self.scaling_factor, "shift_factor": self.shift_factor or 0.0}
@@ -65,6 +70,11 @@ class VAEConfig(ModelConfig):
                 raise CheckpointError(f"the VAE's config.json: {name}={value!r} must be a number")
             if not math.isfinite(value) or (name == "scaling_factor" and value <= 0):
                 raise CheckpointError(f"the VAE's config.json: {name}={value!r} makes no sense")
+        frames = self.temporal_compression_ratio
+        if isinstance(frames, bool) or not isinstance(frames, int) or frames < 1:
+            raise CheckpointError(
+                f"the VAE's config.json: temporal_compression_ratio={frames!r} must be 1 or more"
+            )
         channels = self.block_out_channels
         if not isinstance(channels, (list, tuple)) or not channels:
             raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -61,6 +62,8 @@ class PipelineConfig(Sealable):
     vae_precision: str = "fp32"
     text_encoder_precisions: tuple[str, ...] = ("bf16",)
     max_pixels: int = 4096 * 4096
+    max_video_pixels: int = 2**28
+    """The most that frames x height x width of one clip may be."""
 
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
         """A copy with an operator's settings.
@@ -104,7 +107,7 @@ class PipelineConfig(Sealable):
             for precision in value if isinstance(value, tuple) else (value,):
                 if precision not in PRECISIONS:
                     raise InvalidArgument(field_name, value, f"use {', '.join(PRECISIONS)}")
-        if name == "max_pixels" and not (isinstance(value, int) and value >= 1):
+        if name in ("max_pixels", "max_video_pixels") and not (isinstance(value, int) and value >= 1):
             raise InvalidArgument(field_name, value, "must be at least 1")
         return value
 
@@ -174,6 +177,9 @@ class PipelineConfig(Sealable):
             self._check_task_inputs(task, has_image, has_video)
             return task
         candidates = [t for t in supported if data_type in (None, t.data_type())]
+        if not candidates and data_type is not None:
+            problem = f"{data_type.name} is asked for here, and this pipeline serves {names}"
+            raise InvalidRequest("task_type", None, problem)
         if len(candidates) > 1:
             candidates = [t for t in candidates if _fits(t, has_image, has_video)]
             same_output = [t for t in candidates if t.data_type() is self.task_type.data_type()]
@@ -234,10 +240,11 @@ class PipelineConfig(Sealable):
         )
 
     def prepare_latent_shape(self, batch: Req, batch_size: int, num_frames: int) -> tuple[int, ...]:
-        """Shape of the initial noise, before packing."""
+        """Shape of the initial noise, before packing; with frames if the family makes videos."""
         ratio = self.vae_config.spatial_compression_ratio
         channels = self.vae_config.latent_channels
-        return (batch_size, channels, batch.height // ratio, batch.width // ratio)
+        frames = ((num_frames - 1) // self.frame_multiple + 1,) if self.makes_videos else ()
+        return (batch_size, channels, *frames, batch.height // ratio, batch.width // ratio)
 
     def maybe_pack_latents(self, latents: Tensor, batch_size: int, batch: Req) -> Tensor:
         """Latents as the denoiser takes them."""
@@ -272,6 +279,24 @@ class PipelineConfig(Sealable):
     def size_multiple(self) -> int:
         """Edges of an image must be multiples of this many pixels."""
         return self.vae_config.spatial_compression_ratio
+
+    @property
+    def frame_multiple(self) -> int:
+        """A clip has a multiple of this many frames, and one more."""
+        return self.vae_config.temporal_compression_ratio
+
+    @property
+    def makes_videos(self) -> bool:
+        """Whether any task of this family makes videos: its latents have frames, then."""
+        return any(task.is_video_gen for task in self.get_supported_task_types())
+
+    def nearest_num_frames(self, frames: float) -> int:
+        """The count of frames, among those the model can make, that is nearest to ``frames``.
+
+        The smaller of two that are equally near.
+        """
+        multiple = self.frame_multiple
+        return max(0, math.ceil((frames - 1) / multiple - 0.5)) * multiple + 1
 
 
 @dataclass

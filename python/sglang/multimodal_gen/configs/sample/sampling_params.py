@@ -20,6 +20,8 @@ MAX_INFERENCE_STEPS = 1000  # the training grid of every scheduler in use has a 
 MAX_GUIDANCE = 1000.0
 MAX_OUTPUTS = 1000
 MAX_COUNT = 2**20
+MAX_FRAMES = 100_000
+MAX_FPS = 240
 MAX_SEED = 2**63 - 1
 MAX_PROMPT_CHARACTERS = 100_000
 RANDOM_SEED = -1
@@ -33,8 +35,8 @@ def _setting(default: Any, help: str, **metadata: Any) -> Any:
 class SamplingParams(Sealable):
     """The settings of one request that every family shares.
 
-    A family subclasses this (or `ImageSamplingParams`) as a plain dataclass with its own defaults
-    and, where users can set more, its own fields. Unset optional values are None; 0 is a value.
+    A family subclasses this (or `ImageSamplingParams`, `VideoSamplingParams`) as a plain dataclass
+    with its own defaults and, where users can set more, its own fields. Unset optional values are None; 0 is a value.
 
     Raises:
         InvalidRequest: on construction, for a value outside its range; names field and value.
@@ -138,10 +140,8 @@ class SamplingParams(Sealable):
 
 
 @dataclass
-class ImageSamplingParams(SamplingParams):
-    """The settings of a request for images."""
-
-    data_type: ClassVar[DataType] = DataType.IMAGE
+class VisualSamplingParams(SamplingParams):
+    """What requests for images and for videos have in common beyond the basics."""
 
     image_path: str | list[str] | None = _setting(
         None, "Input image(s), for models that take them."
@@ -169,6 +169,45 @@ class ImageSamplingParams(SamplingParams):
     def lora_choices(self) -> tuple[LoRAChoice, ...] | None:
         """The adapters asked for, which may also be mappings: ``{"name": ..., "weight": ...}``."""
         return parse_lora_choices(self.lora)
+
+
+@dataclass
+class ImageSamplingParams(VisualSamplingParams):
+    """The settings of a request for images."""
+
+    data_type: ClassVar[DataType] = DataType.IMAGE
+
+
+@dataclass
+class VideoSamplingParams(VisualSamplingParams):
+    """The settings of a request for videos.
+
+    Which counts of frames a model can make is its pipeline config's to say (`frame_multiple`);
+    admission refuses others, or rounds them down where ``num_frames_round_down`` asks for it.
+    """
+
+    data_type: ClassVar[DataType] = DataType.VIDEO
+
+    num_frames: int = _setting(81, "Frames of each clip.")
+    num_frames_round_down: bool = _setting(
+        False, "Make the next smaller count of frames that the model can, in place of refusing."
+    )
+    fps: int = _setting(24, "Frames a second: how fast the clip plays, not how long it is.")
+    video_path: str | list[str] | None = _setting(
+        None, "Input video(s), for models that take them."
+    )
+
+    def check(self) -> None:
+        """The checks of images, and that frames and their rate are counts."""
+        super().check()
+        _check_number("num_frames", self.num_frames, int, low=1, high=MAX_FRAMES)
+        _check_number("fps", self.fps, int, low=1, high=MAX_FPS)
+        if not isinstance(self.num_frames_round_down, bool):
+            problem = "must be true or false"
+            raise InvalidRequest("num_frames_round_down", self.num_frames_round_down, problem)
+        for path in self.video_paths:
+            if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+                raise InvalidRequest("video_path", path, "must be the path of a video file")
 
 
 def is_blank(text: str) -> bool:

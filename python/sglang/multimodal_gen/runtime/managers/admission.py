@@ -14,7 +14,7 @@ from sglang.multimodal_gen.configs.sample.sampling_params import (
     SamplingParams,
     is_blank,
 )
-from sglang.multimodal_gen.configs.task_type import DataType
+from sglang.multimodal_gen.configs.task_type import DataType, ModelTaskType
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, RequestControl
 from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest
 
@@ -50,6 +50,7 @@ def admit(
         has_video=bool(params.video_paths),
     )
     height, width = _size(params, config)
+    frames, frame_warnings = _frames(params, config, task_type)
     _check_text_length(params, config)
     seeds = _seeds(params, len(prompts))
     params = replace(
@@ -59,8 +60,11 @@ def admit(
         task_type=task_type,
         height=height,
         width=width,
+        **({"num_frames": frames} if hasattr(params, "num_frames") else {}),
     ).seal()
     scale, warnings = _guidance(params, config)
+    warnings += frame_warnings
+    fps = getattr(params, "fps", None) if task_type.is_video_gen else None
     request_id = uuid.uuid4().hex
     control = RequestControl() if control is None else control
     return [
@@ -76,7 +80,10 @@ def admit(
             guidance_scale=float(_open_as_zero(params.guidance_scale)),
             true_cfg_scale=1.0 if scale is None else scale,
             do_classifier_free_guidance=scale is not None,
+            num_frames=frames,
+            fps=fps,
             max_sequence_length=params.max_sequence_length,
+            video_path=[os.fspath(path) for path in params.video_paths],
             image_path=[os.fspath(path) for path in params.image_paths],
             task_type=task_type,
             data_type=task_type.data_type(),
@@ -144,6 +151,43 @@ def _check_grid(params: SamplingParams, multiple: int) -> None:
             raise InvalidRequest(
                 name, value, f"must be a multiple of {multiple} for this model; try {nearest}"
             )
+
+
+def _frames(
+    params: SamplingParams, config: PipelineConfig, task: ModelTaskType
+) -> tuple[int, list[str]]:
+    """Frames of each output, checked against the model; and what the caller should know.
+
+    A count that the model cannot make is refused, with those nearest to it; or, where the caller
+    says so, rounded down with a warning.
+    """
+    asked = getattr(params, "num_frames", 1)
+    if not task.is_video_gen:
+        ignored = asked != 1 and _was_set(params, "num_frames")
+        warning = f"num_frames={asked} has no effect: task {task.name} makes one picture"
+        return 1, [warning] if ignored else []
+    frames, warnings, multiple = int(asked), [], config.frame_multiple
+    below = (frames - 1) // multiple * multiple + 1
+    if frames != below:
+        if not getattr(params, "num_frames_round_down", False):
+            raise InvalidRequest(
+                "num_frames",
+                asked,
+                f"must be a multiple of {multiple} and one more for this model; try {below} or "
+                f"{below + multiple}, or num_frames_round_down",
+            )
+        warnings = [f"num_frames={asked} was rounded down to {below}, which the model can make"]
+        frames = below
+    height, width = params.height or 0, params.width or 0
+    if frames * height * width > config.max_video_pixels:
+        most = config.max_video_pixels // (height * width)
+        raise InvalidRequest(
+            "num_frames*height*width",
+            f"{frames}x{height}x{width}",
+            f"is more than this model's max_video_pixels={config.max_video_pixels}; at this size "
+            f"that is {most} frames. Ask for less, or raise pipeline_config.max_video_pixels",
+        )
+    return frames, warnings
 
 
 def _check_text_length(params: SamplingParams, config: PipelineConfig) -> None:

@@ -94,6 +94,7 @@ def join(parts: Sequence[Req], control: RequestControl) -> tuple[Req, list[Rows]
         seeds=[seed for part in parts for seed in part.seeds],
         previews=_previews(parts),
         image_path=list(first.image_path),
+        video_path=list(first.video_path),
         control=control,
         warnings=[],
         warned_images={},
@@ -121,6 +122,7 @@ def part_of(output: OutputBatch, part: Req, rows: Rows) -> OutputBatch:
         timings=dict(output.timings),
         peak_memory_mb=output.peak_memory_mb,
         warnings=list(dict.fromkeys([*part.warnings, *heard])),
+        fps=output.fps,
     )
 
 

@@ -92,7 +92,10 @@ def _clients_fault(code: str, message: str | None = None) -> _Answer:
     return lambda error: ClientError(400, message or str(error), code=code)
 
 
-_NO_SPACE = "the result could not be stored; the log says why. Ask for response_format=b64_json"
+_NO_SPACE = (
+    "the result could not be stored; the log says why. Pictures can be had with "
+    "response_format=b64_json"
+)
 _ANSWERS: tuple[tuple[type[DiffusionError], _Answer], ...] = (
     (OutOfMemory, _clients_fault("out_of_memory")),
     (OutputError, _server_error(507, "storage_full", _NO_SPACE)),

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
 
 _OF_EACH_IMAGE = ("prompt", "seed")
 
@@ -22,8 +23,35 @@ class FinishedImage:
     seed: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FinishedVideo:
+    """One clip: uint8 [F, H, W, 3] to be shown at ``fps``, and what made it."""
+
+    frames: np.ndarray = field(repr=False)
+    fps: int
+    prompt: str
+    seed: int
+
+
+Finished = FinishedImage | FinishedVideo
+
+
+def finished_of(output: OutputBatch) -> list[Finished]:
+    """The images or clips of a batch, in order."""
+    makers = zip(pixels_of(output.output), output.prompt, output.seeds, strict=True)
+    if output.output.ndim == 4:
+        return [FinishedImage(*made) for made in makers]
+    assert output.fps is not None, "admission gives clips a rate"
+    return [FinishedVideo(frames, output.fps, prompt, seed) for frames, prompt, seed in makers]
+
+
 def pixels_of(output: Tensor) -> list[np.ndarray]:
-    """uint8 [H, W, 3] of each image of float [B, 3, H, W] in 0..1."""
+    """uint8 [H, W, 3] of each image of float [B, 3, H, W] in 0..1.
+
+    Clips are uint8 [B, F, H, W, 3] already.
+    """
+    if output.ndim == 5:
+        return [np.ascontiguousarray(clip.numpy()) for clip in output]
     pixels = (output * 255).round().byte().permute(0, 2, 3, 1).numpy()
     return [np.ascontiguousarray(array) for array in pixels]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ class JobRecord:
     """One piece of work. Times are seconds since 1970; all values can be written as JSON.
 
     ``settings`` are those asked for; ``results`` has one entry an output (``seed`` and, where it
-    is kept, ``file_id``); ``error`` has ``message``, ``type`` and ``code``.
+    is kept, what `keeping.ResultKeeper.keep` says); ``error`` has ``message``, ``type`` and ``code``.
     """
 
     id: str
@@ -52,6 +53,20 @@ class JobStore(Protocol):
         """The record of an id; None where there is none (any more)."""
         ...
 
+    def list(
+        self,
+        *,
+        kind: str | None = None,
+        limit: int = 100,
+        newest_first: bool = True,
+        after: str | None = None,
+    ) -> builtins.list[JobRecord]:
+        """Records by age, of one kind or all; those that follow the record ``after`` in this order.
+
+        None follow an id that there is no record of.
+        """
+        ...
+
     def update(self, job_id: str, **changes: Any) -> JobRecord | None:
         """Change fields; None, and nothing done, where the record is gone or final already."""
         ...
@@ -60,7 +75,7 @@ class JobStore(Protocol):
         """Forget a record; whether there was one."""
         ...
 
-    def sweep(self, now: float) -> list[JobRecord]:
+    def sweep(self, now: float) -> builtins.list[JobRecord]:
         """Forget what expired before ``now``, and say what that was."""
         ...
 
@@ -87,6 +102,24 @@ class MemoryJobStore:
         with self._lock:
             return self._records.get(job_id)
 
+    def list(
+        self,
+        *,
+        kind: str | None = None,
+        limit: int = 100,
+        newest_first: bool = True,
+        after: str | None = None,
+    ) -> builtins.list[JobRecord]:
+        """Records by age."""
+        with self._lock:
+            records = list(self._records.values())  # as they came
+        if newest_first:
+            records.reverse()
+        if after is not None:
+            places = [index for index, record in enumerate(records) if record.id == after]
+            records = records[places[0] + 1 :] if places else []
+        return [record for record in records if kind in (None, record.kind)][:limit]
+
     def update(self, job_id: str, **changes: Any) -> JobRecord | None:
         """Change fields of a record that is not final."""
         with self._lock:
@@ -102,7 +135,7 @@ class MemoryJobStore:
         with self._lock:
             return self._records.pop(job_id, None) is not None
 
-    def sweep(self, now: float) -> list[JobRecord]:
+    def sweep(self, now: float) -> builtins.list[JobRecord]:
         """Forget what expired."""
         with self._lock:
             gone = [

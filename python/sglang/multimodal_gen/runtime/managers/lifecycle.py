@@ -95,6 +95,8 @@ class Lifecycle:
         self.stop_taking()
         self._thread.join(timeout=max(1.0, grace_seconds))
         done = True if self._dispatcher is None else self._dispatcher.stop(grace_seconds)
+        if self._service is not None:
+            done = self._service.keeping.close(grace_seconds) and done
         self.phase = "failed" if self.error else "stopped"
         return done
 

@@ -477,4 +477,5 @@ class ComposedPipelineBase(ABC):
             peak_memory_mb=peak_memory_mb(device),
             warnings=batch.warnings,
             warned_images=batch.warned_images,
+            fps=batch.fps,
         )

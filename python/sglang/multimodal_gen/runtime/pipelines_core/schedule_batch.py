@@ -101,8 +101,11 @@ class Req:
     true_cfg_scale: float
     do_classifier_free_guidance: bool
     num_frames: int = 1
+    fps: int | None = None
+    """Frames a second of clips; None for images."""
     max_sequence_length: int | None = None
     image_path: list[str] = field(default_factory=list)
+    video_path: list[str] = field(default_factory=list)
     task_type: ModelTaskType | None = None
     data_type: DataType = DataType.IMAGE
     control: RequestControl = field(default_factory=RequestControl)
@@ -133,7 +136,7 @@ class Req:
     timesteps: Tensor = _by_a_stage()
     sigmas: list[float] | None = _by_some_stage(_nothing)
 
-    # Result: float32 [B, C, H, W] in 0..1, on the CPU.
+    # Result, on the CPU: images are float32 [B, C, H, W] in 0..1, clips uint8 [B, F, H, W, 3].
     output: Tensor = _by_a_stage()
     warnings: list[str] = field(default_factory=list)
     warned_images: dict[str, list[int]] = field(default_factory=dict)
@@ -192,9 +195,10 @@ READABLE_FROM_START = frozenset(
 class OutputBatch:
     """What a pipeline returns for one `Req`.
 
-    ``output`` is float32 [B, C, H, W] in 0..1 on the CPU; ``timings`` are seconds by stage, in
-    running order; ``peak_memory_mb`` is the device's (CPU: the process's) peak in MiB;
-    ``warned_images`` are the images that a warning is about, where it is not about all.
+    ``output`` is on the CPU: images are float32 [B, C, H, W] in 0..1, clips uint8 [B, F, H, W, 3],
+    to be shown at ``fps``. ``timings`` are seconds by stage, in running order; ``peak_memory_mb`` is
+    the device's (CPU: the process's) peak in MiB; ``warned_images`` are the images that a warning is
+    about, where it is not about all.
     """
 
     request_id: str
@@ -205,3 +209,4 @@ class OutputBatch:
     peak_memory_mb: float
     warnings: list[str]
     warned_images: dict[str, list[int]] = field(default_factory=dict)
+    fps: int | None = None

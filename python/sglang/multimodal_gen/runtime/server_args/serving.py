@@ -82,8 +82,16 @@ class LimitArgs:
     max_image_pixels: int | None = flag(
         None, help="Pixels of a picture to make; by default what the model's config allows."
     )
+    max_video_pixels: int | None = flag(
+        None,
+        help="Pixels of all frames of a request's videos together (n x frames x height x width); "
+        "by default what the model's config allows for one.",
+    )
     max_input_pixels: int = flag(
         64 * 2**20, help="Pixels of an uploaded picture, judged by its header."
+    )
+    max_input_video_pixels: int = flag(
+        2**28, help="Pixels of an uploaded video, in all its frames together."
     )
     max_input_images: int = flag(16, help="Uploaded pictures of one request.")
     max_body_mb: float = flag(64.0, help="MiB of a request's body.")
@@ -93,10 +101,13 @@ class LimitArgs:
         _check_range("max_images_per_request", self.max_images_per_request, 1, 1000)
         _check_range("max_prompt_characters", self.max_prompt_characters, 1, 100_000)
         _check_range("max_input_pixels", self.max_input_pixels, 1, 2**28)
+        _check_range("max_input_video_pixels", self.max_input_video_pixels, 1, 2**32)
         _check_range("max_input_images", self.max_input_images, 1, 1000)
         _check_range("max_body_mb", self.max_body_mb, 0.001, 16_384)
         if self.max_image_pixels is not None:
             _check_range("max_image_pixels", self.max_image_pixels, 1, 2**28)
+        if self.max_video_pixels is not None:
+            _check_range("max_video_pixels", self.max_video_pixels, 1, 2**36)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

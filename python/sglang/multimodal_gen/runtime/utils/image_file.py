@@ -103,7 +103,7 @@ def encode_image(
         if format == "JPEG":
             options["subsampling"] = 0  # full colour resolution: edges of flat colours stay clean
         if metadata is not None:
-            options["exif"] = _exif(metadata)
+            options["exif"] = exif_of(metadata)
     buffer = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(array)).save(buffer, format, **options)
     return buffer.getvalue()
@@ -123,8 +123,17 @@ def read_metadata(path: Path | str) -> ImageMetadata | None:
         else:
             comment = image.getexif().get_ifd(_EXIF_IFD).get(_USER_COMMENT, b"")
             text = comment.removeprefix(_ASCII_COMMENT) if isinstance(comment, bytes) else comment
-            found = _json_object(text)
-            parameters = found.get("parameters", {})
+            return metadata_of_json(text)
+    return _metadata(found, parameters)
+
+
+def metadata_of_json(text: object) -> ImageMetadata | None:
+    """What was written as one JSON object with the four fields; None where it is something else."""
+    found = _json_object(text)
+    return _metadata(found, found.get("parameters", {}))
+
+
+def _metadata(found: Mapping[str, Any], parameters: object) -> ImageMetadata | None:
     try:
         seed = int(found.get("seed"))  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -164,7 +173,8 @@ def _png_text(metadata: ImageMetadata) -> PngInfo:
     return info
 
 
-def _exif(metadata: ImageMetadata) -> bytes:
+def exif_of(metadata: ImageMetadata) -> bytes:
+    """An EXIF block that holds what made a picture, for JPEG and WebP; long texts may be cut."""
     exif = Image.Exif()
     exif.get_ifd(_EXIF_IFD)[_USER_COMMENT] = _ASCII_COMMENT + _fitting_json(metadata)
     return exif.tobytes()

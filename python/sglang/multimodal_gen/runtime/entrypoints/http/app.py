@@ -19,6 +19,7 @@ from sglang.multimodal_gen.runtime.entrypoints.http import (
     jobs,
     loras,
     models,
+    videos,
 )
 from sglang.multimodal_gen.runtime.entrypoints.http.context import Context
 from sglang.multimodal_gen.runtime.entrypoints.http.errors import (
@@ -29,7 +30,7 @@ from sglang.multimodal_gen.runtime.entrypoints.http.errors import (
 from sglang.multimodal_gen.runtime.entrypoints.http.openapi import without_validation_replies
 
 SWEEP_SECONDS = 0.5
-_ROOMS = (images, models, jobs, loras, files, health)
+_ROOMS = (images, videos, models, jobs, loras, files, health)
 
 
 class _App(FastAPI):
@@ -45,7 +46,7 @@ def create_app(context: Context) -> FastAPI:
     app = _App(
         title="SGLang-Diffusion",
         version=__version__,
-        summary="Pictures from diffusion models, in OpenAI's API.",
+        summary="Pictures and videos from diffusion models, in OpenAI's API.",
         lifespan=_lifespan,
         docs_url="/docs",
         redoc_url=None,

@@ -6,12 +6,18 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
-from sglang.multimodal_gen.runtime.entrypoints.http.errors import ApiError, not_found
+from sglang.multimodal_gen.configs.task_type import DataType
+from sglang.multimodal_gen.runtime.entrypoints.http.errors import ApiError, invalid, not_found
 from sglang.multimodal_gen.runtime.managers.client_error import ClientError
 from sglang.multimodal_gen.runtime.managers.file_store import FileStore
 from sglang.multimodal_gen.runtime.managers.lifecycle import Lifecycle
 from sglang.multimodal_gen.runtime.managers.service import GenerationService
 from sglang.multimodal_gen.runtime.server_args.serving import ServingArgs
+
+_ROUTES = {
+    DataType.IMAGE: "POST /v1/images/generations",
+    DataType.VIDEO: "POST /v1/videos",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +28,12 @@ class Context:
     args: ServingArgs
     files: FileStore | None
 
-    def service_for(self, model: str | None) -> GenerationService:
-        """The service, if it has the model that a request names.
+    def service_for(self, model: str | None, makes: DataType | None = None) -> GenerationService:
+        """The service, if it has the model that a request names, and that model ``makes`` it.
 
         Raises:
             Unavailable: not ready, or stopping.
-            ApiError: the model is another one.
+            ApiError: the model is another one, or makes something else.
         """
         service = self.lifecycle.service
         if model is not None and model != service.served_name:
@@ -36,6 +42,15 @@ class Context:
                 f"{service.served_name!r}",
                 param="model",
                 code="model_not_found",
+            )
+        made = {task.data_type() for task in service.model.config.get_supported_task_types()}
+        if makes is not None and makes not in made:
+            other = next((kind for kind in _ROUTES if kind in made), None)
+            remedy = "" if other is None else f"; use {_ROUTES[other]}"
+            raise invalid(
+                "model",
+                f"model: {service.served_name!r} makes no {makes.name.lower()}s{remedy}",
+                code="wrong_output",
             )
         return service
 

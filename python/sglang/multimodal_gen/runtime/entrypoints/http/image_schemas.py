@@ -1,4 +1,4 @@
-"""What clients send to and get from the image routes, as OpenAI names it.
+"""What clients send to and get from the image routes, and send to others too, as OpenAI names it.
 
 These classes say the shape alone: names, JSON types, and what belongs to the wire (formats,
 streaming). Whether a value suits the model is for `SamplingParams` and admission, as for every
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -38,16 +38,18 @@ class LoRAWeight(BaseModel):
     weight: float = Field(1.0, description="Its weight; 0 leaves it out.")
 
 
-class ImageSettings(BaseModel):
-    """What generations and edits share. ``null`` is the same as leaving a field out."""
+class GenerationSettings(BaseModel):
+    """What requests for pictures and for videos share. ``null`` is as leaving a field out."""
 
     model_config = ConfigDict(extra="allow", strict=True)
+    not_sampling: ClassVar[frozenset[str]] = frozenset({"model", "size", "priority", "timeout", "user"})
+    """Fields that are the wire's own, not sampling settings."""
 
     prompt: str | None = Field(None, description="What to make.")
     model: str | None = Field(None, description="The served model's name, see /v1/models.")
     n: int | None = Field(
         None,
-        description="Pictures to make; picture k has seed + k.",
+        description="Outputs to make; output k has seed + k.",
         json_schema_extra={"minimum": 1, "maximum": MAX_OUTPUTS},
     )
     size: str | None = Field(
@@ -55,20 +57,6 @@ class ImageSettings(BaseModel):
     )
     width: int | None = Field(None, description="In place of size, with height.")
     height: int | None = Field(None, description="In place of size, with width.")
-    response_format: Literal["b64_json", "url"] | None = Field(
-        None, description="b64_json (the default) or url, a link that works for a while."
-    )
-    output_format: OutputFormat | None = Field(None, description="png (the default), jpeg, webp.")
-    output_compression: int | None = Field(
-        None, description="Quality of jpeg and webp, 0 to 100; 95 by default.", ge=0, le=100
-    )
-    background: Literal["auto", "opaque", "transparent"] | None = Field(
-        None, description="auto or opaque; no model here makes transparent pictures."
-    )
-    stream: bool | None = Field(None, description="Answer with server-sent events.")
-    partial_images: int | None = Field(
-        None, description="With stream: previews of each picture on its way.", ge=0, le=3
-    )
     seed: int | list[int] | None = Field(
         None, description="One seed, or one for each picture; left out or -1: random, and told."
     )
@@ -94,9 +82,6 @@ class ImageSettings(BaseModel):
         None, description="Seconds after which to give up with 504.", gt=0, le=7 * 86400
     )
     user: str | None = Field(None, description="Taken for compatibility; not used.")
-    quality: str | None = Field(None, description="Taken for compatibility; a warning says so.")
-    style: str | None = Field(None, description="Taken for compatibility; a warning says so.")
-    moderation: str | None = Field(None, description="Taken for compatibility; a warning says so.")
 
     def sampling(self, family_fields: Collection[str]) -> dict[str, Any]:
         """The sampling settings by field, as far as they were sent.
@@ -108,7 +93,7 @@ class ImageSettings(BaseModel):
         values: dict[str, Any] = {}
         own = type(self).model_fields
         for name, value in self:
-            if value is None or name in _NOT_SAMPLING:
+            if value is None or name in self.not_sampling:
                 continue
             if name not in own and (name not in family_fields or name in _REFUSED):
                 known = [*own, *(set(family_fields) - _REFUSED)]
@@ -119,6 +104,47 @@ class ImageSettings(BaseModel):
             values[FIELD_OF.get(name, name)] = value
         values |= self._size()
         return values
+
+    def _size(self) -> dict[str, int]:
+        if self.size is None or self.size == "auto":
+            return {}
+        match = _SIZE.fullmatch(self.size)
+        if match is None:
+            shown = self.size[:40]
+            raise invalid("size", f"size={shown!r}: must be WIDTHxHEIGHT, such as 128x128, or auto")
+        if self.width is not None or self.height is not None:
+            raise invalid("size", "size: give either size, or width and height")
+        return {"width": int(match[1]), "height": int(match[2])}
+
+
+_REFUSED = PATH_SETTINGS | {"num_outputs_per_prompt"}
+
+
+class ImageSettings(GenerationSettings):
+    """What generations and edits share."""
+
+    not_sampling: ClassVar[frozenset[str]] = GenerationSettings.not_sampling | {
+        "response_format", "output_format", "output_compression", "background", "stream",
+        "partial_images", "quality", "style", "moderation",
+    }  # fmt: skip
+
+    response_format: Literal["b64_json", "url"] | None = Field(
+        None, description="b64_json (the default) or url, a link that works for a while."
+    )
+    output_format: OutputFormat | None = Field(None, description="png (the default), jpeg, webp.")
+    output_compression: int | None = Field(
+        None, description="Quality of jpeg and webp, 0 to 100; 95 by default.", ge=0, le=100
+    )
+    background: Literal["auto", "opaque", "transparent"] | None = Field(
+        None, description="auto or opaque; no model here makes transparent pictures."
+    )
+    stream: bool | None = Field(None, description="Answer with server-sent events.")
+    partial_images: int | None = Field(
+        None, description="With stream: previews of each picture on its way.", ge=0, le=3
+    )
+    quality: str | None = Field(None, description="Taken for compatibility; a warning says so.")
+    style: str | None = Field(None, description="Taken for compatibility; a warning says so.")
+    moderation: str | None = Field(None, description="Taken for compatibility; a warning says so.")
 
     def warnings(self) -> list[str]:
         """What was sent and has no effect."""
@@ -143,24 +169,6 @@ class ImageSettings(BaseModel):
             raise invalid("partial_images", "partial_images: needs stream=true")
         if self.stream and self.response_format == "url":
             raise invalid("response_format", "response_format: a stream carries b64_json alone")
-
-    def _size(self) -> dict[str, int]:
-        if self.size is None or self.size == "auto":
-            return {}
-        match = _SIZE.fullmatch(self.size)
-        if match is None:
-            shown = self.size[:40]
-            raise invalid("size", f"size={shown!r}: must be WIDTHxHEIGHT, such as 128x128, or auto")
-        if self.width is not None or self.height is not None:
-            raise invalid("size", "size: give either size, or width and height")
-        return {"width": int(match[1]), "height": int(match[2])}
-
-
-_NOT_SAMPLING = frozenset(
-    {"model", "size", "response_format", "output_format", "output_compression", "background",
-     "stream", "partial_images", "priority", "timeout", "user", "quality", "style", "moderation"}
-)  # fmt: skip
-_REFUSED = PATH_SETTINGS | {"num_outputs_per_prompt"}
 
 
 class ImageGeneration(ImageSettings):
@@ -229,6 +237,8 @@ def as_client_named(field: str, sent: Mapping[str, Any]) -> str:
     """The name by which the client knows a sampling field that was refused."""
     if field in ("width", "height", "height*width") and sent.get("size") is not None:
         return "size"
+    if field in ("num_frames", "num_frames*height*width"):
+        return "num_frames" if sent.get("seconds") is None else "seconds"
     for name, sampling_name in FIELD_OF.items():
         if field == sampling_name:
             return name

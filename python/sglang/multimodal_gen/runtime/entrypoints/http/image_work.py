@@ -21,17 +21,16 @@ from starlette.concurrency import run_in_threadpool
 
 from sglang.multimodal_gen.configs.task_type import DataType
 from sglang.multimodal_gen.runtime.entrypoints.http.context import Context
-from sglang.multimodal_gen.runtime.entrypoints.http.errors import (
-    ApiError,
-    of_diffusion_error,
-)
+from sglang.multimodal_gen.runtime.entrypoints.http.errors import of_diffusion_error
 from sglang.multimodal_gen.runtime.entrypoints.http.image_schemas import (
     ImageData,
     ImageReply,
     ImageSettings,
-    as_client_named,
 )
-from sglang.multimodal_gen.runtime.managers.client_error import ClientError, client_error
+from sglang.multimodal_gen.runtime.entrypoints.http.request_checks import (
+    check_limits,
+    in_the_clients_words,
+)
 from sglang.multimodal_gen.runtime.managers.finished import FinishedImage
 from sglang.multimodal_gen.runtime.managers.service import (
     FinishedJob,
@@ -78,12 +77,12 @@ class ImageWork:
 
     def _submit(self, on_preview: Callable[[Preview], None] | None) -> Job:
         settings = self.settings
-        service = self.context.service_for(settings.model)
+        service = self.context.service_for(settings.model, DataType.IMAGE)
         settings.check_wire()
         if settings.response_format == "url":
             self.context.file_store()
         try:
-            self._check_limits()
+            check_limits(settings, self.context.args.limits)
             order = WorkOrder(
                 kind=self.kind,
                 settings=self._sampling(service),
@@ -94,7 +93,7 @@ class ImageWork:
             )
             job = service.submit(order, on_preview=on_preview)
         except InvalidRequest as error:
-            raise self._in_the_clients_words(error) from error
+            raise in_the_clients_words(error, settings) from error
         if self.cleanup is not None:
             cleanup, self.cleanup = self.cleanup, None
             job.result.add_done_callback(lambda _: cleanup())
@@ -112,27 +111,6 @@ class ImageWork:
                 raise InvalidRequest("mask_path", None, "the model takes no mask")
             values["mask_path"] = str(self.mask)
         return values
-
-    def _check_limits(self) -> None:
-        limits, settings = self.context.args.limits, self.settings
-        if settings.n is not None and settings.n > limits.max_images_per_request:
-            problem = f"must be at most {limits.max_images_per_request} on this server"
-            raise InvalidRequest("n", settings.n, problem)
-        for name in ("prompt", "negative_prompt"):
-            text = getattr(settings, name)
-            if text is not None and len(text) > limits.max_prompt_characters:
-                problem = f"has {len(text)} characters; at most {limits.max_prompt_characters}"
-                raise InvalidRequest(name, text, problem)
-
-    def _in_the_clients_words(self, error: InvalidRequest) -> ApiError:
-        told = client_error(error)
-        param = as_client_named(told.param or "", self.settings.model_dump())
-        message = told.message
-        if param == "size":
-            message = f"size={self.settings.size!r}: {message}"
-        elif param != error.field and message.startswith(error.field):
-            message = param + message.removeprefix(error.field)
-        return ApiError(ClientError(told.status, message, param=param, code=told.code))
 
     # Pictures as files.
 

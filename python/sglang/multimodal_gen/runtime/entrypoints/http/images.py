@@ -6,17 +6,22 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from sglang.multimodal_gen.configs.task_type import DataType
 from sglang.multimodal_gen.runtime.entrypoints.http.context import context_of
 from sglang.multimodal_gen.runtime.entrypoints.http.image_schemas import (
     ImageGeneration,
     ImageReply,
     ImageSettings,
 )
-from sglang.multimodal_gen.runtime.entrypoints.http.image_upload import read_upload
+from sglang.multimodal_gen.runtime.entrypoints.http.image_upload import FormShape, read_upload
 from sglang.multimodal_gen.runtime.entrypoints.http.image_work import ImageWork
 from sglang.multimodal_gen.runtime.entrypoints.http.openapi import error_replies
 
 router = APIRouter(prefix="/v1/images", tags=["images"])
+
+FORM = FormShape(
+    ImageSettings, images=("image", "image[]", "url", "url[]"), required=True, mask="mask"
+)
 
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {
@@ -80,8 +85,9 @@ async def generate(request: Request, body: ImageGeneration) -> Any:
 async def edit(request: Request) -> Any:
     """Make pictures from a text and pictures, for models that take them."""
     context = context_of(request)
-    context.service_for(None)  # nothing is stored for a server that is not ready
-    upload = await read_upload(request, context.args.limits)
+    context.service_for(None, DataType.IMAGE)  # nothing is stored for one that cannot be served
+    upload = await read_upload(request, context.args.limits, FORM)
+    assert isinstance(upload.settings, ImageSettings)
     work = ImageWork(
         context,
         request,

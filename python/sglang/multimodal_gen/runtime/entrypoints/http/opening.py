@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from sglang.multimodal_gen.runtime.managers.file_store import FileStore
 from sglang.multimodal_gen.runtime.managers.jobs import MemoryJobStore
 from sglang.multimodal_gen.runtime.managers.lifecycle import warm_up
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
@@ -19,14 +20,18 @@ from sglang.multimodal_gen.runtime.server_args.resolve import resolve
 from sglang.multimodal_gen.runtime.server_args.serving import ServingArgs
 from sglang.multimodal_gen.runtime.utils.environ import launched_rank
 from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
+from sglang.multimodal_gen.runtime.utils.video_file import require_video_codec
 
 logger = logging.getLogger(__name__)
 
 
 def open_service(
-    server_args: ServerArgs, serving: ServingArgs, progress: ProgressListener
+    server_args: ServerArgs,
+    serving: ServingArgs,
+    progress: ProgressListener,
+    files: FileStore | None = None,
 ) -> GenerationService:
-    """Load the model that the arguments name, and warm it up.
+    """Load the model that the arguments name, and warm it up; ``files`` is where results are kept.
 
     Raises:
         UserError, CheckpointError: the model is not found, or cannot be served.
@@ -36,7 +41,11 @@ def open_service(
     resolution = resolve(server_args, device_facts(), launched)
     most = serving.limits.max_image_pixels
     settings = {} if most is None else {"max_pixels": most}
+    if serving.limits.max_video_pixels is not None:
+        settings["max_video_pixels"] = serving.limits.max_video_pixels
     model = ModelDescription.find(resolution.args, settings)
+    if model.config.makes_videos:
+        require_video_codec()  # known before a weight is loaded
     model, fitted = model.fitted(server_args.parallel)
     runner = open_worker(model, progress=progress, launched=launched)
     notes = [*resolution.notes, *fitted, *model.info.notes, *runner.notes]
@@ -45,11 +54,16 @@ def open_service(
     if serving.http.warmup_mode == "server":
         seconds = warm_up(model, runner, steps=serving.http.warmup_steps)
         logger.info("warmed up in %.1f s", seconds)
-    return service_of(model, runner, serving, notes=notes)
+    return service_of(model, runner, serving, notes=notes, files=files)
 
 
 def service_of(
-    model: ModelDescription, runner: Runner, serving: ServingArgs, *, notes: list[str] | None = None
+    model: ModelDescription,
+    runner: Runner,
+    serving: ServingArgs,
+    *,
+    notes: list[str] | None = None,
+    files: FileStore | None = None,
 ) -> GenerationService:
     """A service around a model and whatever runs it."""
     queue = serving.queue
@@ -67,6 +81,8 @@ def service_of(
         job_ttl=serving.keep.job_ttl,
         default_timeout=queue.request_timeout,
         notes=notes or (),
+        files=files,
+        file_ttl=serving.keep.file_ttl,
     )
 
 

@@ -47,7 +47,7 @@ def serve(
     address = address_of(listener)
     with contextlib.closing(listener), _files(serving) as files:
         lifecycle = Lifecycle(
-            lambda progress: open_service(server_args, serving, progress),
+            lambda progress: open_service(server_args, serving, progress, files),
             on_ready=lambda name: tell(f"ready: {name!r} is served at {address}"),
             on_failure=lambda: server.fail(),
         )

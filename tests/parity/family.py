@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import diffusers
+import torch
 from torch import Tensor
 
 Request = Mapping[str, Any]
@@ -25,6 +28,11 @@ OTHER_VALUES: Mapping[str, Callable[[Any], Any]] = {
     "negative_prompt": another_text,
     "true_cfg_scale": lambda scale: 2 * scale + 1,
 }
+
+
+def from_folder(reference: str, folder: Path) -> Any:
+    """The Diffusers pipeline of class ``reference``, in fp32."""
+    return getattr(diffusers, reference).from_pretrained(folder, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,8 @@ class Family:
     """Sampling fields that must move the picture where a request sets them, with another value."""
     without_effect: tuple[str, ...] = ()
     """Fields among `other` that this family's reference ignores."""
+    load: Callable[[str, Path], Any] = from_folder
+    """Opens the reference, by its class and folder, where it needs more than its own loading."""
 
 
 FLUX_DEV = Family(

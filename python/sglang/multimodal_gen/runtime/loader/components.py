@@ -17,6 +17,9 @@ from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader imp
     LoadedComponent,
     NeuralComponentLoader,
 )
+from sglang.multimodal_gen.runtime.loader.component_loaders.picture_processor_loader import (
+    PictureProcessorLoader,
+)
 from sglang.multimodal_gen.runtime.loader.component_loaders.scheduler_loader import (
     SchedulerLoader,
 )
@@ -56,6 +59,7 @@ LOADERS: Mapping[str, type[ComponentLoader]] = {
     "vae": NeuralComponentLoader,
     "scheduler": SchedulerLoader,
     "tokenizer": TokenizerLoader,
+    "processor": PictureProcessorLoader,
 }
 """Role -> its default loader."""
 
@@ -369,7 +373,7 @@ def _check_names(names: Mapping[str, str], server_args: ServerArgs) -> None:
                     f"It has: {', '.join(names)}",
                 )
     for name, value in model.component_precisions.items():
-        if role_of(name) in ("scheduler", "tokenizer"):
+        if role_of(name) in ("scheduler", "tokenizer", "processor"):
             raise InvalidArgument(
                 f"component_precisions.{name}", value, "this component has no weights; leave it out"
             )

@@ -39,6 +39,7 @@ class DenoisingStage(PipelineStage):
             "neg_pooled_embeds",
             "negative_attention_mask",
             "image_latent",
+            "image_latent_shapes",
             "do_classifier_free_guidance",
             "guidance_scale",
             "true_cfg_scale",

@@ -45,7 +45,7 @@ class ClassifierFreeGuidance:
         positive = self._branch(POSITIVE, *arguments)
         if not batch.do_classifier_free_guidance:
             return positive
-        return _guided(batch, positive, self._branch(NEGATIVE, *arguments))
+        return _guided(config, batch, positive, self._branch(NEGATIVE, *arguments))
 
     def _branch(
         self,
@@ -95,7 +95,7 @@ class ParallelGuidance(ClassifierFreeGuidance):
         if batch.do_classifier_free_guidance:
             own = self._branch(self.group.rank, *arguments)
             positive, negative = self.group.all_gather(own[None])
-            return _guided(batch, positive, negative)
+            return _guided(config, batch, positive, negative)
         if IDLE_BRANCH not in batch.warnings:
             batch.warnings.append(IDLE_BRANCH)
         own = self._branch(POSITIVE, *arguments) if self.group.is_first else None
@@ -131,5 +131,8 @@ def guidance_for(group: Group, call: Caller = call_plainly) -> ClassifierFreeGui
     return ClassifierFreeGuidance(call) if group.size == 1 else ParallelGuidance(group, call)
 
 
-def _guided(batch: Req, positive: Tensor, negative: Tensor) -> Tensor:
-    return negative + batch.true_cfg_scale * (positive - negative)
+def _guided(config: PipelineConfig, batch: Req, positive: Tensor, negative: Tensor) -> Tensor:
+    guided = negative + batch.true_cfg_scale * (positive - negative)
+    if not config.guidance_keeps_norm:
+        return guided
+    return guided * (positive.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))

@@ -1,4 +1,4 @@
-"""Qwen-Image, Qwen-Image-Edit and Edit-Plus (2509, 2511), as Diffusers' pipelines of those names."""
+"""Qwen-Image, Qwen-Image-Edit and Edit-Plus (2509, 2511), as Diffusers' pipelines of the names."""
 
 from __future__ import annotations
 

@@ -23,32 +23,21 @@ class Qwen2_5_VLForConditionalGeneration(
 
     layer_names = ["model.language_model.layers", "model.visual.blocks"]
     layerwise_offload_dit_group_enabled = False
-    _tied_weights_keys: dict[str, str] = {}  # noqa: RUF012
+    _tied_weights_keys = None
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         del self.lm_head
+        # Where the table below looks for them.
+        self.num_attention_heads: int = config.text_config.num_attention_heads
+        self.num_key_value_heads: int = config.text_config.num_key_value_heads
+        self.vision_heads: int = config.vision_config.num_heads
 
     @classmethod
     def is_custom_code(cls) -> bool:
         """No: the library's table of old parameter names holds for it."""
         return False
-
-    @property
-    def num_attention_heads(self) -> int:
-        """Query heads of the language model."""
-        return self.config.text_config.num_attention_heads
-
-    @property
-    def num_key_value_heads(self) -> int:
-        """Key and value heads of the language model."""
-        return self.config.text_config.num_key_value_heads
-
-    @property
-    def vision_heads(self) -> int:
-        """Heads of the vision tower."""
-        return self.config.vision_config.num_heads
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

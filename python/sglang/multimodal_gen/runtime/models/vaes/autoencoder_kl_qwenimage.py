@@ -1,4 +1,4 @@
-"""``AutoencoderKLQwenImage``: a causal video autoencoder that Qwen-Image uses for single pictures."""
+"""``AutoencoderKLQwenImage``: a causal video autoencoder, used for single pictures."""
 
 from __future__ import annotations
 
@@ -47,16 +47,22 @@ class AutoencoderKLQwenImage(  # pyright: ignore[reportIncompatibleMethodOverrid
         return Tiling(
             self.tile_sample_min_height,
             self.tile_sample_min_width,
-            self.tile_sample_stride_height,
-            self.tile_sample_stride_width,
+            int(self.tile_sample_stride_height),
+            int(self.tile_sample_stride_width),
         )
 
-    def decode(self, z: Tensor, return_dict: bool = True) -> DecoderOutput | tuple[Tensor]:
+    def decode(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, z: Tensor, return_dict: bool = True
+    ) -> DecoderOutput | tuple[Tensor]:
         """Latents, in the VAE's own scale, to pixels; cut to -1..1 where they are whole."""
         (sample,) = super().decode(z, return_dict=False)
         if self.tiling is None:
             sample = sample.clamp(-1, 1)
         return DecoderOutput(sample=sample) if return_dict else (sample,)
+
+    def spatial_shard_decode(self, z: Tensor) -> Tensor:
+        """A band of rows on each rank, cut to -1..1 as a whole picture is."""
+        return super().spatial_shard_decode(z).clamp(-1, 1)
 
     def _encode(self, x: Tensor) -> Tensor:
         return self.quant_conv(_in_chunks(self.encoder, x, self.temporal_compression_ratio))

@@ -32,7 +32,7 @@ class ChatTextEncodingStage(TextEncodingStage):
             ``image_grid_thw``), for models that see the input images.
     """
 
-    reads = TextEncodingStage.reads | {"condition_image"}
+    reads = frozenset({"condition_image"}).union(TextEncodingStage.reads or ())
     writes = TextEncodingStage.writes
 
     def __init__(self, text_encoder: Any, tokenizer: Any, picture_processor: Any = None) -> None:

@@ -242,3 +242,12 @@ def qwen_image_for_ranks(name: str = "qwen-image-for-ranks", **changes: Any) -> 
         "vision": {"num_heads": 4, "hidden_size": 64},
     }
     return TinyQwenImage(name, **{**heads, **changes})
+
+
+class EditPlusReference:
+    """For ``sglang verify --reference parity.tiny_qwen_image:EditPlusReference``."""
+
+    @classmethod
+    def from_pretrained(cls, folder: str, **_: Any) -> Any:
+        """The pipeline, told where pictures are."""
+        return with_pictures("QwenImageEditPlusPipeline", Path(folder))

@@ -166,10 +166,12 @@ def load_input_image(path: Path | str, *, max_pixels: int = MAX_INPUT_PIXELS) ->
 
 
 def input_image_size(path: Path | str, *, max_pixels: int = MAX_INPUT_PIXELS) -> tuple[int, int]:
-    """Width and height of the picture at ``path``, upright; reads its header alone.
+    """Width and height of the picture at ``path``, upright.
+
+    Most formats say both in their header, and no pixel is decoded; a PNG is read to its end.
 
     Raises:
-        InvalidRequest: as `load_input_image`, but for damage behind the header.
+        InvalidRequest: as `load_input_image`, as far as it is read.
     """
     with _opened(path, max_pixels) as image:
         try:

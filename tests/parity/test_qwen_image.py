@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sglang.multimodal_gen.runtime.verify.measure import largest_difference
 
@@ -85,6 +88,34 @@ def test_outputs_of_prompts_that_differ_in_length_have_their_own_masks(checkpoin
     assert not compare(ours, expected).broken
     swapped = run_oracle(root, QWEN_IMAGE, {**request, "num_outputs_per_prompt": 2})
     assert compare(ours, swapped).worst("step 0, positive: input encoder_hidden_states_mask") > 0.1
+
+
+def test_the_layout_that_was_published_is_read(checkpoints: Path, tmp_path: Path) -> None:
+    """Names and a flat config as Transformers 4 wrote them, and a width that nothing has."""
+    plain, old = checkpoint_folder(qwen_image(), checkpoints), tmp_path / "old"
+    shutil.copytree(plain, old)
+    encoder = old / "text_encoder"
+    tensors = load_file(encoder / "model.safetensors")
+    renamed = {
+        name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): tensor
+        for name, tensor in tensors.items()
+    }
+    assert {"visual.merger.ln_q.weight", "model.norm.weight"} <= renamed.keys() - tensors.keys()
+    save_file(renamed, encoder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((encoder / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"mrope_section": rope["mrope_section"], "rope_type": "default", "type": "default"}
+    flat = {**text, **config, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    (encoder / "config.json").write_text(json.dumps(flat))
+    denoiser = json.loads((old / "transformer" / "config.json").read_text())
+    denoiser["pooled_projection_dim"] = 768
+    (old / "transformer" / "config.json").write_text(json.dumps(denoiser))
+    pixels = []
+    for root in (plain, old):
+        with opened_runtime(root) as generator:
+            pixels.append(record_runtime(generator, QWEN_IMAGE, row("", **GUIDED).request).pixels)
+    assert torch.equal(*pixels)
 
 
 def test_a_single_prompt_pays_for_no_mask_and_no_padding(checkpoints: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +172,7 @@ def editor(checkpoints: Path):
         yield generator
 
 
-def edit(editor: DiffGenerator, path: str, **changes: Any) -> Any:
+def edit(editor: DiffGenerator, path: Any, **changes: Any) -> Any:
     request = {**REQUEST, "image_path": path, "true_cfg_scale": 1.0, **changes}
     with small_areas():
         return editor.generate(**request).images[0].array
@@ -203,6 +205,20 @@ def test_pictures_of_every_kind_are_seen_as_people_see_them(editor, tmp_path):
     wide.save(tmp_path / "grey16.png")
     pair = [edit(editor, str(tmp_path / name)) for name in ("grey.png", "grey16.png")]
     assert (pair[0] == pair[1]).all()
+
+
+def test_pictures_in_memory_are_files_for_a_while(editor, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = stored(tmp_path)
+    expected, data = edit(editor, path), Path(path).read_bytes()
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    for given in (Image.open(path), data, url, [Path(path)]):
+        assert (edit(editor, given) == expected).all(), type(given)
+    with pytest.raises(InvalidRequest, match="no picture in base64"):
+        edit(editor, "data:image/png,abc")
+    with pytest.raises(InvalidRequest, match="no image that can be read"):
+        edit(editor, b"words", height=None)
+    assert not list(tmp_path.glob("sglang-pictures-*"))
 
 
 def test_a_size_left_out_follows_the_picture(editor, tmp_path):

@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
+from sglang.multimodal_gen.runtime.entrypoints.input_pictures import InputPictures
 from sglang.multimodal_gen.runtime.entrypoints.result_files import Destination, local_path
 from sglang.multimodal_gen.runtime.layers.lora.receipt import LoRAReceipt
 from sglang.multimodal_gen.runtime.managers.finished import pixels_of, settings_of
@@ -193,7 +194,8 @@ class DiffGenerator:
             cancelled: set it, from another thread, to stop within one step.
             sampling_params: sampling fields by name: ``prompt`` (text or a list), ``seed``,
                 ``num_outputs_per_prompt``, ``height``, ``width``, ``num_inference_steps``,
-                ``guidance_scale``, ``negative_prompt``, ``true_cfg_scale``, ...
+                ``guidance_scale``, ``negative_prompt``, ``true_cfg_scale``, ``image_path`` (paths,
+                Pillow's images, bytes of files, or ``data:`` URLs), ...
 
         Raises:
             InvalidRequest: a field is unknown or a value does not fit the model.
@@ -225,12 +227,27 @@ class DiffGenerator:
         """
         worker = self._open()
         _check_call(sampling_params_kwargs, progress, cancelled)
-        values = {**(sampling_params_kwargs or {}), **sampling_params}
-        batches = worker.model.admit(worker.model.sampling_params(values))
+        pictures = InputPictures()
+        try:
+            values = pictures.named({**(sampling_params_kwargs or {}), **sampling_params})
+            batches = worker.model.admit(worker.model.sampling_params(values))
+        except BaseException:
+            pictures.close()
+            raise
         counter = _WholeCallProgress(progress, batches, cancelled or threading.Event())
-        return self._run_batches(worker, batches, counter)
+        return self._run_batches(worker, batches, counter, pictures)
 
     def _run_batches(
+        self,
+        worker: Worker | WorkerGroup,
+        batches: Sequence[Req],
+        counter: _WholeCallProgress,
+        pictures: InputPictures,
+    ) -> Iterator[GenerationResult]:
+        with pictures:
+            yield from self._results(worker, batches, counter)
+
+    def _results(
         self, worker: Worker | WorkerGroup, batches: Sequence[Req], counter: _WholeCallProgress
     ) -> Iterator[GenerationResult]:
         watched = [counter.watch(index, batch) for index, batch in enumerate(batches)]

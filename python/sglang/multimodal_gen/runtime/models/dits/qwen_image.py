@@ -222,7 +222,8 @@ class QwenImageTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
     """The denoiser: predicts the flow's velocity at each packed latent token.
 
     Arguments are those of the checkpoint's ``config.json``. ``zero_cond_t``: reference pictures
-    are modulated as at time 0, where there is no noise.
+    are modulated as at time 0, where there is no noise. ``pooled_projection_dim`` is stored by the
+    first checkpoints, and no part of the network has it.
 
     Raises:
         ValueError: the arguments do not fit together, or ask for what no published text-to-image
@@ -247,6 +248,7 @@ class QwenImageTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         zero_cond_t: bool = False,
         use_additional_t_cond: bool = False,
         use_layer3d_rope: bool = False,
+        pooled_projection_dim: int | None = None,
     ) -> None:
         super().__init__()
         _check_axes(axes_dims_rope, attention_head_dim)

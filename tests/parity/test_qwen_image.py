@@ -122,6 +122,16 @@ def test_the_layout_that_was_published_is_read(checkpoints: Path, tmp_path: Path
     assert torch.equal(*pixels)
 
 
+def test_one_step_is_a_step(checkpoints: Path) -> None:
+    """The reference divides zero by zero here; a server warms itself up with one step."""
+    with opened_runtime(checkpoint_folder(qwen_image(), checkpoints)) as generator:
+        one = record_runtime(generator, QWEN_IMAGE, row("", num_inference_steps=1).request)
+        two = record_runtime(generator, QWEN_IMAGE, row("", num_inference_steps=2).request)
+    assert one.sigmas.tolist() == [1.0]
+    assert two.sigmas.tolist() == pytest.approx([1.0, 0.02])
+    assert largest_difference(one.pixels, two.pixels) > 1 / 255
+
+
 def test_a_single_prompt_pays_for_no_mask_and_no_padding(checkpoints: Path) -> None:
     root = checkpoint_folder(qwen_image(), checkpoints)
     one = row("", **GUIDED).request

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import diffusers
+import torch
 from torch import Tensor
 
 Request = Mapping[str, Any]
@@ -30,6 +33,11 @@ OTHER_VALUES: Mapping[str, Callable[[Any], Any]] = {
 def plain_arguments(pipeline: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """The reference's arguments are this runtime's settings."""
     return arguments
+
+
+def from_folder(reference: str, folder: Path) -> Any:
+    """The Diffusers pipeline of class ``reference``, in fp32."""
+    return getattr(diffusers, reference).from_pretrained(folder, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,8 @@ class Family:
     """Settings of this runtime as the arguments of the loaded reference, which it may set up."""
     own_inputs: Mapping[str, str] = field(default_factory=dict)
     """Inputs that this runtime's denoiser has under another name: theirs -> ours."""
+    load: Callable[[str, Path], Any] = from_folder
+    """Opens the reference, by its class and folder, where it needs more than its own loading."""
 
 
 FLUX_DEV = Family(

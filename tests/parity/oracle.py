@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 
+from sglang.multimodal_gen.runtime.utils.image_file import load_input_image
 from sglang.multimodal_gen.runtime.verify.recorder import (
     recorded_calls,
     recorded_decodes,
     recorded_steps,
 )
 
-from parity.family import Family, Request
+from parity.family import Family, Request, from_folder
 from parity.trace import Trace, steps_of
 
 OTHER_NAMES = {"num_outputs_per_prompt": "num_images_per_prompt"}
@@ -23,13 +24,15 @@ OTHER_NAMES = {"num_outputs_per_prompt": "num_images_per_prompt"}
 
 def run_oracle(folder: Path, family: Family, request: Request) -> Trace:
     """Run the family's reference on `request` in fp32 on the CPU; one generator for each image."""
-    return trace_of(load_oracle(folder, family.reference), family, request)
+    return trace_of(load_oracle(folder, family.reference, family.load), family, request)
 
 
 @lru_cache(maxsize=8)
-def load_oracle(folder: Path, reference: str) -> Any:
+def load_oracle(
+    folder: Path, reference: str, load: Callable[[str, Path], Any] = from_folder
+) -> Any:
     """The Diffusers pipeline of class `reference`, shared by the cases that use the folder."""
-    pipeline = getattr(diffusers, reference).from_pretrained(folder, dtype=torch.float32)
+    pipeline = load(reference, folder)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -79,6 +82,11 @@ def seeds_of(request: Request) -> list[int]:
 def _arguments(request: Request) -> dict[str, Any]:
     arguments = {OTHER_NAMES.get(name, name): value for name, value in request.items()}
     del arguments["seed"]
+    if "image_path" in arguments:
+        paths = arguments.pop("image_path")
+        one = isinstance(paths, str)
+        images = [load_input_image(path) for path in ([paths] if one else paths)]
+        arguments["image"] = images[0] if one else images
     negative = arguments.get("negative_prompt")
     if isinstance(negative, str) and not isinstance(request["prompt"], str):
         # The reference wants one for each prompt; this runtime repeats it.

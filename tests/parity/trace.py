@@ -88,16 +88,25 @@ def joined(traces: Sequence[Trace]) -> Trace:
 def _step(
     calls: Sequence[Call], images: int, latents_of: Callable[[Mapping[str, Tensor]], Tensor]
 ) -> Step:
-    predictions = torch.cat([call.output for call in calls]).split(images)
-    columns = {name: _rows(calls, name).split(images) for name in calls[0].inputs}
-    branches = tuple(
-        Branch({name: columns[name][index] for name in columns}, prediction)
-        for index, prediction in enumerate(predictions)
-    )
+    branches = _branches(calls, images)
     latents = latents_of(branches[0].inputs)
     for branch in branches[1:]:
         assert torch.equal(latents_of(branch.inputs), latents), "branches of one step differ"
-    return Step(latents, branches)
+    # Some denoisers answer at the tokens of input images too, which nobody reads.
+    own = (Branch(b.inputs, b.prediction[:, : latents.shape[1]]) for b in branches)
+    return Step(latents, tuple(own))
+
+
+def _branches(calls: Sequence[Call], images: int) -> tuple[Branch, ...]:
+    """One for each call where that has a row for each image: texts then differ in length."""
+    if all(len(call.output) == images for call in calls):
+        return tuple(Branch({n: _rows([c], n) for n in c.inputs}, c.output) for c in calls)
+    predictions = torch.cat([call.output for call in calls]).split(images)
+    columns = {name: _rows(calls, name).split(images) for name in calls[0].inputs}
+    return tuple(
+        Branch({name: columns[name][index] for name in columns}, prediction)
+        for index, prediction in enumerate(predictions)
+    )
 
 
 def _rows(calls: Sequence[Call], name: str) -> Tensor:

@@ -19,6 +19,7 @@ from sglang.multimodal_gen.runtime.utils.image_file import (
     ImageMetadata,
     encode_image,
     image_format,
+    input_image_size,
     load_input_image,
     read_metadata,
 )
@@ -295,3 +296,21 @@ def test_damaged_bytes_give_a_picture_or_a_refusal(tmp_path_factory, format, pla
             assert load_input_image(path).mode == "RGB"
     except InvalidRequest:
         pass
+
+
+@pytest.mark.parametrize(("orientation", "size"), [(None, (24, 16)), (3, (24, 16)), (6, (16, 24))])
+def test_the_size_is_that_of_the_upright_picture(tmp_path, orientation, size):
+    exif = Image.Exif()
+    if orientation is not None:
+        exif[0x0112] = orientation
+    path = tmp_path / "picture.jpg"
+    Image.fromarray(picture()).save(path, exif=exif)
+    assert input_image_size(path) == size == load_input_image(path).size
+
+
+def test_the_size_of_no_picture_is_refused(tmp_path):
+    with pytest.raises(InvalidRequest, match="no such file"):
+        input_image_size(tmp_path / "other.png")
+    (tmp_path / "text.png").write_text("words")
+    with pytest.raises(InvalidRequest, match="no image"):
+        input_image_size(tmp_path / "text.png")

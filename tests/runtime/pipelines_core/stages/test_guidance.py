@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from ranks import run_ranks
 from sglang.multimodal_gen.runtime.distributed.group import Group
@@ -62,9 +63,10 @@ CASES = (
 )
 
 
-def predict(guidance, model, batch):
+def predict(guidance, model, batch, **settings):
     t = torch.full((len(batch.latents),), 500.0)
-    return guidance.predict(model, MyModelPipelineConfig(), batch, batch.latents, t)
+    config = MyModelPipelineConfig(**settings)
+    return guidance.predict(model, config, batch, batch.latents, t)
 
 
 def _predictions(_rank):
@@ -106,6 +108,18 @@ def test_the_branches_differ():
     model = transformer()
     guided = predict(ClassifierFreeGuidance(), model, batch)
     assert (guided - predict(ClassifierFreeGuidance(), model, plain)).norm() > 1e-2 * guided.norm()
+
+
+def test_a_family_may_keep_the_norm_of_the_positive_branch():
+    model, batch = transformer(), CASES[3]
+    plain = dataclasses.replace(batch, do_classifier_free_guidance=False)
+    plain.latents, plain.prompt_embeds = batch.latents, batch.prompt_embeds
+    positive = predict(ClassifierFreeGuidance(), model, plain)
+    guided = predict(ClassifierFreeGuidance(), model, batch)
+    kept = predict(ClassifierFreeGuidance(), model, batch, guidance_keeps_norm=True)
+    torch.testing.assert_close(kept.norm(dim=-1), positive.norm(dim=-1))
+    assert not torch.allclose(guided.norm(dim=-1), positive.norm(dim=-1), rtol=1e-3)
+    torch.testing.assert_close(F.normalize(kept, dim=-1), F.normalize(guided, dim=-1))
 
 
 def test_one_rank_needs_no_group():

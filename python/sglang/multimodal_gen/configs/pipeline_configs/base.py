@@ -15,6 +15,7 @@ from sglang.multimodal_gen.configs.models.base import (
     ModelConfig,
     VAEConfig,
 )
+from sglang.multimodal_gen.configs.picture_area import PictureArea
 from sglang.multimodal_gen.configs.sealed import Sealable
 from sglang.multimodal_gen.configs.task_type import DataType, ModelTaskType
 from sglang.multimodal_gen.runtime.utils.errors import (
@@ -60,6 +61,9 @@ class PipelineConfig(Sealable):
     should_use_guidance: bool = True
     """Whether ``guidance_scale`` above 1, with a negative prompt, is classifier-free guidance.
     False where guidance is embedded in the model: then ``true_cfg_scale`` alone turns it on."""
+    guidance_keeps_norm: bool = False
+    """Whether a guided prediction is scaled back, token by token, to the norm of the positive one:
+    guidance turns it, and does not lengthen it."""
     dit_config: DiTConfig = field(default_factory=DiTConfig)
     vae_config: VAEConfig = field(default_factory=VAEConfig)
     text_encoder_configs: tuple[EncoderConfig, ...] = field(
@@ -72,6 +76,9 @@ class PipelineConfig(Sealable):
     boundary_ratio: float | None = None
     """With two denoisers: the share of the training steps from which on, upwards, the first one
     denoises, and ``transformer_2`` below it."""
+    output_area: PictureArea | None = None
+    """Where height or width is left out: about so many pixels, in the shape of the last input
+    image. None: they must be given."""
     max_pixels: int = 4096 * 4096
     max_video_pixels: int = 2**28
     """The most that frames x height x width of one clip may be."""

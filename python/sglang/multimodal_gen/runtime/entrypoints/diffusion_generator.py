@@ -17,6 +17,7 @@ from sglang.multimodal_gen.runtime.entrypoints.generated import (
     GeneratedImage,
     GeneratedVideo,
 )
+from sglang.multimodal_gen.runtime.entrypoints.input_pictures import InputPictures
 from sglang.multimodal_gen.runtime.entrypoints.result_files import Destination, Kind, local_path
 from sglang.multimodal_gen.runtime.layers.lora.receipt import LoRAReceipt
 from sglang.multimodal_gen.runtime.managers.finished import FinishedImage, finished_of, settings_of
@@ -194,7 +195,8 @@ class DiffGenerator:
             sampling_params: sampling fields by name: ``prompt`` (text or a list), ``seed``,
                 ``num_outputs_per_prompt``, ``height``, ``width``, ``num_inference_steps``,
                 ``guidance_scale``, ``negative_prompt``, ``true_cfg_scale``, ``num_frames``,
-                ``fps``, ...
+                ``fps``, ``image_path`` (paths, Pillow's images, bytes of files, or ``data:``
+                URLs), ...
 
         Raises:
             InvalidRequest: a field is unknown or a value does not fit the model.
@@ -226,12 +228,27 @@ class DiffGenerator:
         """
         worker = self._open()
         _check_call(sampling_params_kwargs, progress, cancelled)
-        values = {**(sampling_params_kwargs or {}), **sampling_params}
-        batches = worker.model.admit(worker.model.sampling_params(values))
+        pictures = InputPictures()
+        try:
+            values = pictures.named({**(sampling_params_kwargs or {}), **sampling_params})
+            batches = worker.model.admit(worker.model.sampling_params(values))
+        except BaseException:
+            pictures.close()
+            raise
         counter = _WholeCallProgress(progress, batches, cancelled or threading.Event())
-        return self._run_batches(worker, batches, counter)
+        return self._run_batches(worker, batches, counter, pictures)
 
     def _run_batches(
+        self,
+        worker: Worker | WorkerGroup,
+        batches: Sequence[Req],
+        counter: _WholeCallProgress,
+        pictures: InputPictures,
+    ) -> Iterator[GenerationResult]:
+        with pictures:
+            yield from self._results(worker, batches, counter)
+
+    def _results(
         self, worker: Worker | WorkerGroup, batches: Sequence[Req], counter: _WholeCallProgress
     ) -> Iterator[GenerationResult]:
         watched = [counter.watch(index, batch) for index, batch in enumerate(batches)]

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 SINUSOID_CHANNELS = 256
 
 
-def sinusoid(value_B: Tensor, channels: int = SINUSOID_CHANNELS) -> Tensor:
-    """``[cos(v f), sin(v f)]`` with ``f_j = 10000 ** (-j / half)``; float32 [B, channels].
+def sinusoid(value_B: Tensor, channels: int = SINUSOID_CHANNELS, *, scale: float = 1.0) -> Tensor:
+    """``[cos(s v f), sin(s v f)]`` with ``f_j = 10000 ** (-j / half)``; float32 [B, channels].
 
-    Reference: Diffusers' ``Timesteps(flip_sin_to_cos=True, downscale_freq_shift=0)``.
+    Reference: Diffusers' ``Timesteps(flip_sin_to_cos=True, downscale_freq_shift=0, scale=s)``.
     """
     half = channels // 2
     exponent = torch.arange(half, dtype=torch.float32, device=value_B.device) / half
     frequency = torch.exp(-math.log(10_000) * exponent)
-    angle = value_B.float()[:, None] * frequency
+    angle = scale * (value_B.float()[:, None] * frequency)
     return torch.cat((angle.cos(), angle.sin()), dim=-1)
 
 

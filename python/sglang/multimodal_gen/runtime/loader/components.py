@@ -21,6 +21,9 @@ from sglang.multimodal_gen.runtime.loader.component_loaders.image_processor_load
     ImageProcessorLoader,
 )
 from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes import library_class
+from sglang.multimodal_gen.runtime.loader.component_loaders.picture_processor_loader import (
+    PictureProcessorLoader,
+)
 from sglang.multimodal_gen.runtime.loader.component_loaders.scheduler_loader import (
     SchedulerLoader,
 )
@@ -65,6 +68,7 @@ LOADERS: Mapping[str, type[ComponentLoader]] = {
     "vae": NeuralComponentLoader,
     "scheduler": SchedulerLoader,
     "tokenizer": TokenizerLoader,
+    "processor": PictureProcessorLoader,
 }
 """Role -> its default loader."""
 
@@ -459,7 +463,7 @@ def _check_names(names: Mapping[str, str], server_args: ServerArgs) -> None:
                     f"It has: {', '.join(names)}",
                 )
     for name, value in model.component_precisions.items():
-        if role_of(name) in ("scheduler", "tokenizer", "image_processor"):
+        if role_of(name) in ("scheduler", "tokenizer", "image_processor", "processor"):
             raise InvalidArgument(
                 f"component_precisions.{name}", value, "this component has no weights; leave it out"
             )

@@ -17,6 +17,7 @@ from sglang.multimodal_gen.configs.sample.sampling_params import (
 from sglang.multimodal_gen.configs.task_type import DataType, ModelTaskType
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, RequestControl
 from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest
+from sglang.multimodal_gen.runtime.utils.image_file import input_image_size
 
 MAX_IMAGES = 10_000
 
@@ -49,6 +50,7 @@ def admit(
         has_image=bool(params.image_paths),
         has_video=bool(params.video_paths),
     )
+    params = _shaped_like_its_image(params, config)
     height, width = _size(params, config)
     frames, frame_warnings = _frames(params, config, task_type)
     _check_text_length(params, config)
@@ -121,6 +123,19 @@ def _negatives(params: SamplingParams, count: int) -> list[str] | None:
 def _open_as_zero(value: float | None) -> float:
     """Zero in the batch where an opaque pipeline chooses; it reads ``batch.request`` instead."""
     return 0 if value is None else value
+
+
+def _shaped_like_its_image(params: SamplingParams, config: PipelineConfig) -> SamplingParams:
+    """The same with the size that a model for input images chooses where none is given."""
+    area, images = config.output_area, params.image_paths
+    if area is None or not images or None not in (params.height, params.width):
+        return params
+    width, height = area.size_for(*input_image_size(images[-1]))
+    return replace(
+        params,
+        height=height if params.height is None else params.height,
+        width=width if params.width is None else params.width,
+    )
 
 
 def _size(params: SamplingParams, config: PipelineConfig) -> tuple[int | None, int | None]:
@@ -243,7 +258,7 @@ def _guidance(params: SamplingParams, config: PipelineConfig) -> tuple[float | N
         )
     if not on and value is not None and value < 1.0 - 1e-6 and name == "true_cfg_scale":
         warnings.append(f"{name}={value} has no effect: it must be above 1")
-    if params.negative_prompt and not on:
+    if params.negative_prompt and not on and _was_set(params, "negative_prompt"):
         warnings.append(f"negative_prompt has no effect unless {name} is above 1")
     embedded = config.dit_config.guidance_embeds
     if not (embedded or config.should_use_guidance) and _was_set(params, "guidance_scale"):

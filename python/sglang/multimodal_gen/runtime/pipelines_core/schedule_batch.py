@@ -127,6 +127,8 @@ class Req:
     image_embeds: Tensor | None = _by_some_stage(_nothing)
     """What an image encoder sees in the input images, [images, tokens, D]."""
     video_latent: Tensor | None = _by_some_stage(_nothing)
+    image_latent_shapes: list[tuple[int, ...]] = _by_some_stage(list)
+    """Of each input image's latents before packing, where a stage encodes them by themselves."""
 
     # Text: lists with one entry an encoder, each [B, T, D] or pooled [B, P].
     prompt_embeds: list[Tensor] = _by_a_stage()

@@ -45,6 +45,8 @@ _DAMAGE = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, Typ
            OverflowError, RuntimeError, struct.error, zlib.error)  # fmt: skip
 _SIXTEEN_BIT = ("I;16", "I;16B", "I;16L", "I;16N", "I")
 
+_ORIENTATION = 0x0112
+_LYING = (5, 6, 7, 8)
 _EXIF_IFD = 0x8769
 _USER_COMMENT = 0x9286
 _ASCII_COMMENT = b"ASCII\0\0\0"
@@ -164,6 +166,22 @@ def load_input_image(path: Path | str, *, max_pixels: int = MAX_INPUT_PIXELS) ->
         except _DAMAGE as error:
             raise _damaged(path, error) from error
         return _rgb(upright, path)
+
+
+def input_image_size(path: Path | str, *, max_pixels: int = MAX_INPUT_PIXELS) -> tuple[int, int]:
+    """Width and height of the picture at ``path``, upright.
+
+    Most formats say both in their header, and no pixel is decoded; a PNG is read to its end.
+
+    Raises:
+        InvalidRequest: as `load_input_image`, as far as it is read.
+    """
+    with _opened(path, max_pixels) as image:
+        try:
+            lying = image.getexif().get(_ORIENTATION) in _LYING
+        except _DAMAGE as error:
+            raise _damaged(path, error) from error
+        return (image.height, image.width) if lying else image.size
 
 
 def _png_text(metadata: ImageMetadata) -> PngInfo:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from sglang.multimodal_gen.runtime.distributed.group import Group
@@ -110,7 +112,8 @@ class Ranks:
             DiffusionError: the run failed, or the model refuses a layout that its heads divide by.
         """
         if layout not in self._runs:
-            self._runs[layout] = self._on_all(layout, run_here, request)
+            pixels = None if request.image is None else np.asarray(request.image)
+            self._runs[layout] = self._on_all(layout, run_here, request.values, pixels)
         return self._runs[layout]
 
     def decode(
@@ -196,8 +199,11 @@ def _with_layout(model: ModelDescription, asked: ParallelArgs) -> tuple[ModelDes
 # What a rank does: called there, with its worker.
 
 
-def run_here(worker: Worker, request: Request) -> RankRun:
-    """One request, as every rank of the replica runs it."""
+def run_here(
+    worker: Worker, values: Mapping[str, Any], pixels: np.ndarray | None = None
+) -> RankRun:
+    """One request, as every rank of the replica runs it; ``pixels`` are its input image."""
+    request = Request(values, None if pixels is None else Image.fromarray(pixels))
     port = Port(worker.model, worker)
     traffic: Counter[tuple[str, str, str]] = Counter()
     with ExitStack() as stack:

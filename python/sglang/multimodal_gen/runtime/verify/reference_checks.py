@@ -143,10 +143,19 @@ def _prediction(step: int) -> Callable[[Evidence], Finding]:
             return stopped(evidence.port)
         worst = _Worst()
         for side, (mine, other) in zip(("positive", "negative"), pairs, strict=False):
-            worst.add(f"{side} branch", relative_l2(mine.prediction, other.prediction))
+            both = (_followed(evidence, step, branch.prediction) for branch in (mine, other))
+            worst.add(f"{side} branch", relative_l2(*both))
         return worst.finding()
 
     return measure
+
+
+def _followed(evidence: Evidence, step: int, prediction: Tensor) -> Tensor:
+    """What of a prediction the loop follows: some denoisers answer at input images' tokens too."""
+    steps = evidence.reference.steps
+    if not steps or steps[step].latents.ndim != prediction.ndim:
+        return prediction
+    return prediction[:, : steps[step].latents.shape[1]]
 
 
 def _final_latents(evidence: Evidence) -> Finding:

@@ -43,6 +43,7 @@ class DenoisingStage(PipelineStage):
             "image_latent",
             "image_embeds",
             "image_path",
+            "image_latent_shapes",
             "do_classifier_free_guidance",
             "guidance_scale",
             "true_cfg_scale",

@@ -46,7 +46,8 @@ class ClassifierFreeGuidance:
         positive = self._branch(POSITIVE, *arguments)
         if not batch.do_classifier_free_guidance:
             return positive
-        return _guided(batch, positive, self._branch(NEGATIVE, *arguments), scale)
+        negative = self._branch(NEGATIVE, *arguments)
+        return _guided(config, batch, positive, negative, scale)
 
     def _branch(
         self,
@@ -97,7 +98,7 @@ class ParallelGuidance(ClassifierFreeGuidance):
         if batch.do_classifier_free_guidance:
             own = self._branch(self.group.rank, *arguments)
             positive, negative = self.group.all_gather(own[None])
-            return _guided(batch, positive, negative, scale)
+            return _guided(config, batch, positive, negative, scale)
         if IDLE_BRANCH not in batch.warnings:
             batch.warnings.append(IDLE_BRANCH)
         own = self._branch(POSITIVE, *arguments) if self.group.is_first else None
@@ -133,6 +134,11 @@ def guidance_for(group: Group, call: Caller = call_plainly) -> ClassifierFreeGui
     return ClassifierFreeGuidance(call) if group.size == 1 else ParallelGuidance(group, call)
 
 
-def _guided(batch: Req, positive: Tensor, negative: Tensor, scale: float | None) -> Tensor:
+def _guided(
+    config: PipelineConfig, batch: Req, positive: Tensor, negative: Tensor, scale: float | None
+) -> Tensor:
     scale = batch.true_cfg_scale if scale is None else scale
-    return negative + scale * (positive - negative)
+    guided = negative + scale * (positive - negative)
+    if not config.guidance_keeps_norm:
+        return guided
+    return guided * (positive.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))

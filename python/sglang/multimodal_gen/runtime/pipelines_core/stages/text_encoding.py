@@ -96,12 +96,11 @@ class TextEncodingStage(PipelineStage):
                 about = [image for image, given in enumerate(prompts) if given == prompt]
                 _warn_if_cut(batch, text, about, tokenizer, config, label)
             encoded = [self.encode_one(batch, t, encoder, tokenizer, config) for t in texts]
-            values = torch.cat([value for value, _ in encoded])
+            values, masks = self.joined(encoded)
             require_finite(values, f"{type(encoder).__name__}'s embedding of the {label}")
             pooled = config.output == "pooler_output"
             (result.pooled if pooled else result.embeds).append(values[rows.to(values.device)])
             if config.use_attention_mask:
-                masks = torch.cat([mask for _, mask in encoded])
                 result.masks.append(masks[rows.to(masks.device)])
         return result
 
@@ -122,6 +121,11 @@ class TextEncodingStage(PipelineStage):
         if config.zero_padding:
             output = output.masked_fill(mask[..., None] == 0, 0)
         return output, mask
+
+    def joined(self, encoded: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Outputs and masks of all prompts, from those of each."""
+        values, masks = zip(*encoded, strict=True)
+        return torch.cat(values), torch.cat(masks)
 
     def _configs(self, server_args: ServerArgs) -> tuple[EncoderConfig, ...]:
         configs = self.pipeline_config(server_args).text_encoder_configs

@@ -40,6 +40,9 @@ class TimestepPreparationStage(PipelineStage):
         shift = getattr(batch.request, "flow_shift", None)
         if shift is not None:
             scheduler = _with_flow_shift(scheduler, shift)
+        if batch.num_inference_steps == 1 and scheduler.config.get("shift_terminal"):
+            # Stretching a schedule until its last level fits divides zero by zero if it has one.
+            scheduler.register_to_config(shift_terminal=None)
         sigmas = config.prepare_sigmas(None, batch.num_inference_steps)
         kwargs = config.prepare_extra_set_timesteps_kwargs(batch, scheduler.config)
         if sigmas is not None:

@@ -11,6 +11,11 @@ from torch import Tensor, nn
 from sglang.multimodal_gen.runtime.pipelines_core.role import RoleType
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
+from sglang.multimodal_gen.runtime.pipelines_core.stages.denoiser_inputs import (
+    cast_embeddings,
+    computing_dtype,
+    in_dtype,
+)
 from sglang.multimodal_gen.runtime.pipelines_core.stages.guidance import ClassifierFreeGuidance
 from sglang.multimodal_gen.runtime.pipelines_core.stages.step_previews import StepPreviews
 from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
@@ -20,7 +25,11 @@ if TYPE_CHECKING:
 
 
 class DenoisingStage(PipelineStage):
-    """Runs the scheduler's steps over the denoiser's predictions."""
+    """Runs the scheduler's steps over the denoiser's predictions.
+
+    The denoiser gets embeddings and latents in its own precision; the latents themselves, between
+    the steps, keep the one that the noise and the scheduler give them.
+    """
 
     role_affinity = RoleType.DENOISER
     uses = ("transformer",)
@@ -48,7 +57,18 @@ class DenoisingStage(PipelineStage):
             "previews",
         }
     )
-    writes = frozenset({"latents", "model_state", "scheduler"})
+    writes = frozenset(
+        {
+            "latents",
+            "model_state",
+            "scheduler",
+            "prompt_embeds",
+            "pooled_embeds",
+            "negative_prompt_embeds",
+            "neg_pooled_embeds",
+            "image_latent",
+        }
+    )
 
     def __init__(
         self,
@@ -67,12 +87,15 @@ class DenoisingStage(PipelineStage):
         config = self.pipeline_config(server_args)
         scheduler = self._fresh_scheduler(batch)
         _check_negative(batch)
+        dtype = computing_dtype(self.transformer)
+        cast_embeddings(batch, dtype)
         batch.model_state = config.prepare_model_state(batch, self.transformer)
+        batch.image_latent = in_dtype(batch.image_latent, dtype)
         latents = batch.latents
         total = len(batch.timesteps)
         batch.control.report("denoise", 0, total, "denoising")
         for step, t in enumerate(batch.timesteps):
-            model_input = _scaled(scheduler, latents, t)
+            model_input = in_dtype(_scaled(scheduler, latents, t), dtype)
             t_B = t.expand(len(latents))
             prediction = self.guidance.predict(self.transformer, config, batch, model_input, t_B)
             self.previews.show(batch, config, step, latents, prediction)

@@ -16,7 +16,7 @@ from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
     [
         (ModelArgs, {"model_path": ""}, "model_path='': must not be blank"),
         (ModelArgs, {"model_path": " "}, "model_path=' ': must not be blank"),
-        (ModelArgs, {"model_path": "a\0b"}, r"model_path='a\x00b': must not be blank"),
+        (ModelArgs, {"model_path": "a\0b"}, r"model_path='a\x00b': holds a NUL character"),
         (ModelArgs, {"model_path": 3}, "model_path=3: must be text, not int"),
         (ModelArgs, {"revision": ""}, "revision='': must not be blank"),
         (ModelArgs, {"precision": "fp8"}, "precision='fp8': choose one of auto, config, fp32"),

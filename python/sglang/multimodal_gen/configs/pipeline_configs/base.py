@@ -338,11 +338,18 @@ def _fits(task: ModelTaskType, has_image: bool, has_video: bool) -> bool:
 
 
 def _sound(config: PipelineConfig, tasks: tuple[ModelTaskType, ...]) -> tuple[ModelTaskType, ...]:
-    """The tasks that a pipeline declares, if the declaration keeps its three rules."""
+    """The tasks that a pipeline declares, if the declaration keeps its rules."""
+    default = config.task_type
+    given = [default, *tasks] if isinstance(tasks, (tuple, list)) else [tasks]
+    for task in given:
+        if not isinstance(task, ModelTaskType):
+            raise PipelineDefinitionError(
+                f"{type(config).__name__}: task_type and supported_task_types must be members of "
+                f"ModelTaskType, not {task!r}"
+            )
     if not tasks or len(set(tasks)) < len(tasks) or config.task_type not in tasks:
-        default = getattr(config.task_type, "name", config.task_type)
         raise PipelineDefinitionError(
             f"{type(config).__name__}.supported_task_types must be nonempty, unique, and include "
-            f"the default task_type {default}"
+            f"the default task_type {default.name}"
         )
     return tasks

@@ -88,7 +88,8 @@ def _as_path(text: str) -> Path:
     except (OSError, RuntimeError, ValueError) as problem:
         shown = str(text) if len(str(text)) <= 120 else f"{str(text)[:117]}..."
         reason = problem.strerror if isinstance(problem, OSError) else problem
-        raise CheckpointError(f"lora_path={shown!r} is no usable path: {reason}.") from problem
+        said = str(reason).rstrip(".")
+        raise CheckpointError(f"lora_path={shown!r} is no usable path: {said}.") from problem
     return path
 
 

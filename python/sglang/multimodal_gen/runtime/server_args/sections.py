@@ -180,5 +180,7 @@ class ObserveArgs:
 
 
 def _refuse_blank(field: str, value: str) -> None:
-    if not value.strip() or "\0" in value:
+    if "\0" in value:
+        raise InvalidArgument(field, value, "holds a NUL character, which no path or name has")
+    if not value.strip():
         raise InvalidArgument(field, value, "must not be blank. Leave it out for the default.")

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from safetensors.torch import load_file
 from torch import nn
 
+from sglang.multimodal_gen.runtime.entrypoints.cli.main import main
 from sglang.multimodal_gen.runtime.loader.model_source import ModelSource, resolve_model_source
 from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
@@ -103,3 +105,30 @@ def test_a_config_that_its_class_refuses_is_an_error(monkeypatch, tmp_path):
     source = picky_source(monkeypatch, tmp_path / "source", 32)
     with pytest.raises(CheckpointError, match=r"'transformer': Picky cannot be built .*dim=32"):
         write_tiny_checkpoint(source, tmp_path / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        ("tokenizer", "component 'tokenizer' is missing: "),
+        ("transformer", "component 'transformer' is missing: "),
+        ("vae/config.json", "vae/config.json does not exist"),
+        ("tokenizer_2/tokenizer.json", "tokenizer_2 lacks"),
+    ],
+)
+def test_what_the_checkpoint_lacks_is_told_of_its_own_files(configs, capsys, damage, problem):
+    path = configs / damage
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert main(["verify", str(configs), "--checks", "noise"]) == 2
+    said = capsys.readouterr().err
+    assert problem in said
+    assert str(configs) in said
+    assert "sglang-verify-" not in said
+
+
+def test_a_text_encoders_config_that_makes_no_sense_is_an_error(configs, capsys):
+    config_of(configs / "text_encoder", hidden_size=17)
+    assert main(["verify", str(configs), "--checks", "noise"]) == 2
+    said = capsys.readouterr().err
+    assert "'text_encoder': CLIPTextModel cannot be built from its own config.json" in said
+    assert "Traceback" not in said

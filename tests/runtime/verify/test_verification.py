@@ -58,6 +58,8 @@ def test_sizes_are_the_callers(root, verified):
 REFUSED = {
     "no such check": (("--checks", "noize"), "--checks='noize': there is no such check. Did you"),
     "no such size": (("--size", "64"), "--size='64': must be HEIGHTxWIDTH"),
+    "absurd size": (("--size", "99999x99999"), "9999800001 pixels; at most 16777216"),
+    "report is a folder": (("--json", "/tmp"), "--json /tmp: is a folder; give the file"),
     "off the grid": (("--size", "64x65"), "width=65: must be a multiple of 16"),
     "no such reference": (("--reference", "oracle"), "--reference='oracle': use diffusers, none"),
     "no such module": (("--reference", "no.such:Thing"), "cannot be imported: No module named"),
@@ -182,3 +184,25 @@ def test_every_mechanism_of_the_porters_contract_has_a_row():
         "vae-tiled", "vae-spatial-shard", "cfg-parallel", "encoder-tp", "dit-tp", "sp", "tp-sp",
         "layerwise-offload", "lora",
     ]  # fmt: skip
+
+
+def test_a_reference_that_makes_no_picture_is_said_as_such(root, tmp_path, verified):
+    import shutil
+
+    folder = shutil.copytree(root, tmp_path / "damaged")
+    (path,) = (folder / "transformer").glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["x_embedder.weight"][:] = float("nan")
+    save_file(tensors, path, {"format": "pt"})
+    code, report = verified(folder, "--weights", "real", "--checks", "noise")
+    assert code == 1
+    assert "picture holds NaN or infinity" in report["checks"][0]["detail"]
+    assert [row["verdict"] for row in report["checks"]] == ["proves nothing", "not run"]
+
+
+def test_a_refusal_does_not_advise_flags_of_another_command():
+    advice = "tp_size=2: X has no TP_PLAN, so each rank would hold all; use --tp-size 1, or write"
+    assert verification.without_flags(advice) == (
+        "tp_size=2: X has no TP_PLAN, so each rank would hold all"
+    )
+    assert verification.without_flags("5 heads do not divide") == "5 heads do not divide"

@@ -32,6 +32,7 @@ from sglang.multimodal_gen.runtime.verify.shrunk_config import DIVISORS, common_
 from sglang.multimodal_gen.runtime.verify.tiny_weights import fill_with_noise
 
 WEIGHTLESS_ROLES = ("scheduler", "tokenizer", "feature_extractor", "processor")
+NEURAL_ROLES = ("transformer", "unet", "vae", "text_encoder", "image_encoder")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
@@ -52,6 +53,7 @@ def write_tiny_checkpoint(source: ModelSource, folder: Path, seed: int = 0) -> T
     Raises:
         CheckpointError: a component has no config, or its class cannot be built from it.
     """
+    _require_folders(source)
     parts = _neural_components(source)
     divisor = common_divisor({name: part.config for name, part in parts.items()})
     while divisor > 1 and not all(part.can_be_built(divisor) for part in parts.values()):
@@ -151,3 +153,16 @@ def _neural_components(source: ModelSource) -> dict[str, _Part]:
         cls = library_class(name, library, architecture) if outside or native is None else native
         parts[name] = _Part(config, cls, cls if native is None else native)
     return parts
+
+
+def _require_folders(source: ModelSource) -> None:
+    """What a checkpoint lacks is told of the checkpoint, before a copy of it is begun."""
+    for name in source.components:
+        path = source.root / name
+        if not path.is_dir():
+            raise CheckpointError(
+                f"component {name!r} is missing: {path} is no folder. The checkpoint is "
+                "incomplete; fetch it again"
+            )
+        if role_of(name) in NEURAL_ROLES and not (path / "config.json").is_file():
+            raise CheckpointError(f"{path / 'config.json'} does not exist.")

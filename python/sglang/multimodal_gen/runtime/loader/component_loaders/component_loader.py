@@ -48,6 +48,7 @@ CONSTRUCTION_ERRORS = (
     ImportError,
     LookupError,
     RuntimeError,
+    StrictDataclassError,
     TypeError,
     ValueError,
 )
@@ -258,7 +259,7 @@ class NeuralComponentLoader(ComponentLoader):
     def _built(self, cls: type, spec: ComponentSpec) -> nn.Module:
         try:
             return self.build(cls, spec)
-        except (*CONSTRUCTION_ERRORS, StrictDataclassError) as error:
+        except CONSTRUCTION_ERRORS as error:
             raise CheckpointError(
                 f"component {spec.name!r}: {spec.path / 'config.json'} does not fit "
                 f"{cls.__name__}: {type(error).__name__}: {error}"

@@ -11,11 +11,16 @@ from torch import nn
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.layers.lora.normal_form import denoisers_of
+from sglang.multimodal_gen.runtime.loader.capabilities import lacking
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentLoader,
     ComponentSpec,
     LoadedComponent,
     NeuralComponentLoader,
+)
+from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes import (
+    LIBRARIES,
+    library_class,
 )
 from sglang.multimodal_gen.runtime.loader.component_loaders.scheduler_loader import (
     SchedulerLoader,
@@ -39,6 +44,7 @@ from sglang.multimodal_gen.runtime.memory.host_home import HostHome
 from sglang.multimodal_gen.runtime.memory.offloaded_component import OffloadedComponent
 from sglang.multimodal_gen.runtime.memory.plan import ComponentFacts, Residency, ResidencyPlan
 from sglang.multimodal_gen.runtime.memory.weight_home import WeightHome
+from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
 from sglang.multimodal_gen.runtime.platforms.copy_lane import CopyLane, copy_lane
 from sglang.multimodal_gen.runtime.platforms.memory import MemoryFacts
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
@@ -239,9 +245,40 @@ def _found(
     }
     for name, spec in specs.items():
         spec.require_folder()
-        if isinstance(chosen[name], NeuralComponentLoader):
+        loader = chosen[name]
+        if isinstance(loader, NeuralComponentLoader):
             _ = spec.checkpoint
+            _check_replacement(source, names[name], loader, spec, server_args)
     return chosen, specs
+
+
+def _check_replacement(
+    source: ModelSource,
+    key: str,
+    loader: NeuralComponentLoader,
+    spec: ComponentSpec,
+    server_args: ServerArgs,
+) -> None:
+    """A component from another folder must do what the index's class does for the stages."""
+    replaced, indexed = server_args.model.component_paths.get(spec.name), source.components.get(key)
+    if replaced is None or indexed is None:
+        return
+    actual = loader.model_class(spec)
+    library, architecture = indexed
+    if ModelRegistry.knows(architecture):
+        usual = ModelRegistry.resolve_model_cls(architecture)[0]
+    elif library in LIBRARIES:
+        usual = library_class(spec.name, library, architecture)
+    else:
+        return
+    missing = lacking(actual, usual)
+    if missing:
+        raise InvalidArgument(
+            f"component_paths.{spec.name}",
+            replaced,
+            f"is a {actual.__name__}, which cannot stand for {usual.__name__}: it has no "
+            f"{', '.join(missing)}",
+        )
 
 
 def _role(name: str, key: str) -> str:

@@ -53,3 +53,10 @@ def test_sections_are_frozen_slotted_and_keyword_only(section):
     with pytest.raises(TypeError):
         section("positional")
     assert not hasattr(record, "__dict__")
+
+
+def test_choices_are_taken_in_any_case_and_kept_in_their_own():
+    said = ModelArgs(precision="FP16", component_precisions={"vae": "BF16"}, backend="Diffusers")
+    assert (said.precision, said.backend) == ("fp16", "diffusers")
+    assert said.component_precisions == {"vae": "bf16"}
+    assert PlatformArgs(device="CPU").device == "cpu"

@@ -101,6 +101,8 @@ class PipelineConfig(Sealable):
         ):
             raise InvalidArgument(field_name, value, f"must be of type {type(current).__name__}")
         if name.endswith(("precision", "precisions")):
+            several = isinstance(value, tuple)
+            value = tuple(map(_lowered, value)) if several else _lowered(value)
             for precision in value if isinstance(value, tuple) else (value,):
                 if precision not in PRECISIONS:
                     raise InvalidArgument(field_name, value, f"use {', '.join(PRECISIONS)}")
@@ -174,6 +176,10 @@ class PipelineConfig(Sealable):
             self._check_task_inputs(task, has_image, has_video)
             return task
         candidates = [t for t in supported if data_type in (None, t.data_type())]
+        if has_image and len(candidates) > 1 and not any(t.accepts_image_input for t in candidates):
+            what = "" if data_type is None else f" that makes {data_type.name}"
+            problem = f"no task{what} takes an input image here; this pipeline serves {names}"
+            raise InvalidRequest("image_path", "given", problem)
         if len(candidates) > 1:
             candidates = [t for t in candidates if _fits(t, has_image, has_video)]
             same_output = [t for t in candidates if t.data_type() is self.task_type.data_type()]
@@ -330,6 +336,10 @@ def resolution_shift(tokens: int, scheduler_config: Mapping[str, Any]) -> float:
 def get_request_task_type(batch: Req, pipeline_config: PipelineConfig) -> ModelTaskType:
     """The admitted task of a request; the pipeline's default for callers that resolved none."""
     return pipeline_config.task_type if batch.task_type is None else batch.task_type
+
+
+def _lowered(precision: Any) -> Any:
+    return precision.lower() if isinstance(precision, str) else precision
 
 
 def _fits(task: ModelTaskType, has_image: bool, has_video: bool) -> bool:

@@ -217,7 +217,7 @@ def test_a_value_of_a_wrong_kind_is_the_callers_mistake_and_the_log_has_the_trac
     unet, extra, caplog
 ):
     before = unet.generate(seed=1, **SMALL)
-    with pytest.raises(InvalidRequest, match="diffusers_kwargs=.*passed through") as caught:
+    with pytest.raises(InvalidRequest, match=r"diffusers_kwargs=.*passed through") as caught:
         unet.generate(**SMALL, diffusers_kwargs=extra)
     assert ", ".join(extra) in str(caught.value)
     (record,) = [r for r in caplog.records if "failed on its arguments" in r.message]

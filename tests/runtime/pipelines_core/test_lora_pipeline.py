@@ -312,7 +312,10 @@ def test_targets_of_the_other_verbs_are_checked(pipeline):
 
 NOTHING = {
     "empty": (lambda a, b: {}, "holds no tensors"),
-    "no factor": (lambda a, b: {LINEARS[0] + ".diff": a}, r"none of its 1 tensors is a LoRA factor"),
+    "no factor": (
+        lambda a, b: {LINEARS[0] + ".diff": a},
+        r"none of its 1 tensors is a LoRA factor",
+    ),
     "half": (lambda a, b: {LINEARS[0] + ".lora_A.weight": a}, r"lora_A.weight' has no lora_B"),
     "B is zero": (
         lambda a, b: {LINEARS[0] + ".lora_A.weight": a, LINEARS[0] + ".lora_B.weight": 0 * b},

@@ -70,4 +70,6 @@ def test_the_demo_runs_with_a_denoiser_of_its_own_precision():
         "demo", device="cpu", component_precisions={"transformer": "bf16"}
     ) as generator:
         assert len(generator.generate(prompt="a red circle", seed=1, num_inference_steps=1)) == 1
-        assert generator.pipeline.get_module("transformer").x_embedder.weight.dtype == torch.bfloat16
+        assert (
+            generator.pipeline.get_module("transformer").x_embedder.weight.dtype == torch.bfloat16
+        )

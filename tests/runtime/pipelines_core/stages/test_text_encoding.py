@@ -89,7 +89,9 @@ def test_encoders_tokenizers_and_configs_must_pair_up():
 def test_a_tokenizer_that_cannot_pad_is_refused_when_the_stage_is_built():
     tokenizer = StubTokenizer()
     tokenizer.pad_token, tokenizer.name_or_path = None, "my-model/tokenizer"
-    with pytest.raises(CheckpointError, match=r"StubTokenizer \(my-model/tokenizer\) has no padding"):
+    with pytest.raises(
+        CheckpointError, match=r"StubTokenizer \(my-model/tokenizer\) has no padding"
+    ):
         TextEncodingStage(StubTextEncoder(), tokenizer)
     tokenizer.pad_token = "x"
     TextEncodingStage(StubTextEncoder(), tokenizer)

@@ -270,9 +270,7 @@ def _check_file(file: LoRAFile) -> None:
             checked_values(str(file.path), name, tensor)
 
 
-def _relative_change(
-    file: LoRAFile, component: str, layers: Mapping[str, Any], key: str
-) -> float:
+def _relative_change(file: LoRAFile, component: str, layers: Mapping[str, Any], key: str) -> float:
     change = weight = 0.0
     with torch.no_grad():
         for path, layer in layers.items():

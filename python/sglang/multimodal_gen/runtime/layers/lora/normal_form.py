@@ -278,4 +278,3 @@ class _Builder:
                 f"{self.label}: {name!r} makes a change of size {size:.3g} of {path} (scaled by "
                 f"{factors.scaling:.3g}), which {str(dtype).removeprefix('torch.')} cannot hold."
             )
-

@@ -205,4 +205,6 @@ def test_a_refusal_does_not_advise_flags_of_another_command():
     assert verification.without_flags(advice) == (
         "tp_size=2: X has no TP_PLAN, so each rank would hold all"
     )
+    advice = "5 heads do not divide over 2 ranks. Choose another --tp-size or --sp-degree"
+    assert verification.without_flags(advice) == "5 heads do not divide over 2 ranks"
     assert verification.without_flags("5 heads do not divide") == "5 heads do not divide"

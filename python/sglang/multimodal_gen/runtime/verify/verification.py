@@ -357,7 +357,7 @@ class _Run:
 
 def without_flags(message: str) -> str:
     """A refusal without its advice to use a flag: that is a server's, and not of this command."""
-    return re.sub(r"[;.] [Uu]se --\S.*", "", message)
+    return re.sub(r"[;.] (use|choose another) --\S.*", "", message, flags=re.IGNORECASE)
 
 
 def _sensitivity_row(found: Sensitivity, seconds: float) -> Row:

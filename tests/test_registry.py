@@ -15,6 +15,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import save_file
 
 from sglang.multimodal_gen.configs.models import DiTConfig
+from sglang.multimodal_gen.configs.task_type import ModelTaskType
 from sglang.multimodal_gen.registry import Registry
 from sglang.multimodal_gen.runtime.server_args.sections import ModelArgs
 from sglang.multimodal_gen.runtime.utils.errors import (
@@ -348,3 +349,87 @@ def test_a_model_id_never_ends_at_the_diffusers_backend(registry: Registry, tmp_
     path = folder(tmp_path / "x", "StableDiffusionPipeline")
     with pytest.raises(ModelNotFound, match="CustomPipeline, OtherPipeline"):
         find(registry, path, model_id="org/several")
+
+
+def test_half_an_id_suggests_the_whole_one(registry: Registry) -> None:
+    for given in ("custom-diffusion-model", "Custom-Diffusion-Modl"):
+        with pytest.raises(ModelNotFound, match=rf"Did you mean '{ID}'\?.*--backend diffusers"):
+            find(registry, given)
+    with pytest.raises(ModelNotFound, match="organisation too") as caught:
+        find(registry, "nothing-like-it")
+    assert "Did you mean" not in str(caught.value)
+
+
+def test_an_id_and_a_pipeline_that_contradict_are_refused_with_both_names(
+    registry: Registry, tmp_path: Path
+) -> None:
+    path = folder(tmp_path / "x", "CustomPipeline")
+    with pytest.raises(InvalidArgument, match=r"model_id='my-org/other'.*Other.*CustomPipeline"):
+        find(registry, path, model_id="my-org/other", pipeline_class_name="CustomPipeline")
+    both = {"model_id": ID, "pipeline_class_name": "CustomPipeline"}
+    assert find(registry, path, **both) == "CustomPipeline"
+
+
+T2I, I2I = ModelTaskType.T2I, ModelTaskType.I2I
+
+
+@pytest.mark.parametrize(
+    ("default", "tasks", "problem"),
+    [
+        (T2I, (), "must be nonempty"),
+        (T2I, (T2I, T2I), "unique"),
+        (I2I, (T2I,), "include the default task_type I2I"),
+        (T2I, ("T2I",), "must be members of ModelTaskType, not 'T2I'"),
+        ("T2I", (T2I,), "must be members of ModelTaskType, not 'T2I'"),
+        (T2I, "T2I", "must be members"),
+        (T2I, 5, "must be members"),
+    ],
+)
+def test_unsound_tasks_are_refused_where_they_are_registered(
+    registry: Registry, default: Any, tasks: Any, problem: str
+) -> None:
+    before = len(registry.known_models())
+
+    class UnsoundConfig(my_model.MyModelPipelineConfig):
+        task_type = default
+        supported_task_types = tasks
+
+        def __init__(self) -> None:
+            pass
+
+    class UnsoundPipeline(my_model.MyModelPipeline):
+        pipeline_name = "UnsoundPipeline"
+
+    with pytest.raises(PipelineDefinitionError, match=rf"UnsoundConfig.*{problem}"):
+        register(registry, UnsoundPipeline, UnsoundConfig)
+    with pytest.raises(PipelineDefinitionError, match=rf"UnsoundConfig.*{problem}"):
+        registry.register_configs(my_model.MyModelSamplingParams, UnsoundConfig)
+    assert len(registry.known_models()) == before
+
+
+@pytest.mark.parametrize(
+    ("detectors", "problem"),
+    [
+        ([lambda: True], "must take one argument"),
+        ([lambda a, b: True], "must take one argument"),
+        (["fox"], "is no function"),
+        (lambda value: True, "must be a list of functions"),
+        ([lambda value: value.path], "fails on a text: AttributeError"),
+    ],
+)
+def test_unsound_detectors_are_refused_where_they_are_registered(
+    registry: Registry, detectors: Any, problem: str
+) -> None:
+    class FoxPipeline(my_model.MyModelPipeline):
+        pipeline_name = "FoxPipeline"
+
+    with pytest.raises(PipelineDefinitionError, match=f"CustomConfig.*{problem}|{problem}"):
+        register(registry, FoxPipeline, CustomConfig, model_detectors=detectors)
+    register(registry, FoxPipeline, CustomConfig, model_detectors=[lambda value: "fox" in value])
+
+
+def test_ids_are_a_list(registry: Registry) -> None:
+    with pytest.raises(PipelineDefinitionError, match="must be a list of ids"):
+        registry.register_configs(
+            my_model.MyModelSamplingParams, CustomConfig, hf_model_paths="my-org/x"
+        )

@@ -232,8 +232,8 @@ def test_two_adapters_add_up(root, generator, model, tmp_path, live):
         assert torch.equal(first.pixels, turned.pixels)
         return
     try:
-        names = [str(path) for path in paths]
-        generator.set_lora(names, names, strength=[0.7, 0.5], merge_mode="merge")
+        files = [str(path) for path in paths]
+        generator.set_lora(["one", "two"], files, strength=[0.7, 0.5], merge_mode="merge")
         report = compare(record_runtime(generator, FLUX_DEV, REQUEST), expected)
         assert not report.broken, f"\n{report}"
     finally:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from sglang.multimodal_gen.configs.registration_checks import check_registration
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.models.external_packages import load_external_packages
 from sglang.multimodal_gen.runtime.server_args.sections import ModelArgs
@@ -102,10 +103,12 @@ class Registry:
             The new entry's id.
 
         Raises:
-            PipelineDefinitionError: a path is already registered, or a class is of a wrong kind.
+            PipelineDefinitionError: a path is already registered, a class is of a wrong kind, or
+                tasks or detectors are declared wrongly.
         """
         _check_kind("sampling_param_cls", sampling_param_cls, SamplingParams)
         _check_kind("pipeline_config_cls", pipeline_config_cls, _pipeline_config_base())
+        check_registration(pipeline_config_cls, hf_model_paths, model_detectors)
         own = pipeline_config_cls.pipeline_name
         entry = _Configs(
             sampling_param_cls,
@@ -135,13 +138,14 @@ class Registry:
         alone: its model paths and detectors lead to the new one.
 
         Raises:
-            PipelineDefinitionError: a class is of a wrong kind, or a name or path is taken and
-                ``overwrite`` is not set.
+            PipelineDefinitionError: a class is of a wrong kind, tasks or detectors are declared
+                wrongly, or a name or path is taken and ``overwrite`` is not set.
         """
         self._discover()
         _check_kind("pipeline_cls", pipeline_cls, _pipeline_base())
         _check_kind("sampling_param_cls", sampling_param_cls, SamplingParams)
         _check_kind("pipeline_config_cls", pipeline_config_cls, _pipeline_config_base())
+        check_registration(pipeline_config_cls, hf_model_paths, model_detectors)
         name = pipeline_cls.pipeline_name
         paths = tuple(hf_model_paths or ())
         entry = _Configs(
@@ -216,7 +220,10 @@ class Registry:
 
         if pipeline is not None:
             self.get_pipeline_class(pipeline)  # a misspelt name, before a download
-        source = resolve_model_source(model.model_path, model.revision, layout)
+            if model_id is not None and model.backend != "diffusers":
+                self._serving_both(model_id, pipeline)
+        ids = [path for entry in self._configs for path in entry.paths]
+        source = resolve_model_source(model.model_path, model.revision, layout, ids)
         info = self.get_model_info(source, model.backend, pipeline=pipeline, model_id=model_id)
         return source, info
 
@@ -238,14 +245,16 @@ class Registry:
 
         Raises:
             ModelNotFound: nothing matches, or two entries match equally well.
-            InvalidArgument: ``model_id`` is not registered, or the Diffusers backend is asked for
-                and a native family too.
+            InvalidArgument: ``model_id`` is not registered, or not with ``pipeline``; or the
+                Diffusers backend is asked for and a native family too.
         """
         _refuse_choice(backend, pipeline, model_id)
         if backend == "diffusers":
             return _diffusers_info()
         self._ready()
-        if model_id is not None:
+        if model_id is not None and pipeline is not None:
+            entry = self._serving_both(model_id, pipeline)
+        elif model_id is not None:
             entry = self._by_id(model_id)
         elif pipeline is not None:
             entry = self._configs_of_pipeline(source, pipeline)
@@ -301,6 +310,18 @@ class Registry:
                 model_id,
                 f"no such id is registered.{did_you_mean(model_id, known)} "
                 f"Registered: {', '.join(known)}",
+            )
+        return entry
+
+    def _serving_both(self, model_id: str, pipeline: str) -> _Configs:
+        """The settings of an id, whose family has the pipeline that was asked for as well."""
+        entry = self._by_id(model_id)
+        if entry.pipeline_names and pipeline not in entry.pipeline_names:
+            raise InvalidArgument(
+                "model_id",
+                model_id,
+                f"is served by {' and '.join(entry.pipeline_names)}, and --pipeline {pipeline} "
+                "asks for another; leave one of them out",
             )
         return entry
 

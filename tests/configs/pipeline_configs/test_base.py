@@ -135,6 +135,10 @@ def test_good_settings_arrive_also_in_component_configs():
     )
     assert config.vae_config.scaling_factor == 2.0
     assert config.text_encoder_precisions == ("fp32", "fp32")
+    config = FluxPipelineConfig().with_settings(
+        {"dit_precision": "FP16", "text_encoder_precisions": ["BF16", "fp32"]}
+    )
+    assert (config.dit_precision, config.text_encoder_precisions) == ("fp16", ("bf16", "fp32"))
 
 
 def test_a_sealed_config_is_read_only_to_the_bottom_and_its_copies_are_not():

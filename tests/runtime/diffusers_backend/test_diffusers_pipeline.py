@@ -211,6 +211,22 @@ def test_what_the_pipeline_does_not_take_is_refused_and_never_dropped(unet, chan
 
 
 @pytest.mark.parametrize(
+    "extra", [{"clip_skip": "a"}, {"clip_skip": 100, "eta": 0.0}, {"cross_attention_kwargs": 5}]
+)
+def test_a_value_of_a_wrong_kind_is_the_callers_mistake_and_the_log_has_the_traceback(
+    unet, extra, caplog
+):
+    before = unet.generate(seed=1, **SMALL)
+    with pytest.raises(InvalidRequest, match=r"diffusers_kwargs=.*passed through") as caught:
+        unet.generate(**SMALL, diffusers_kwargs=extra)
+    assert ", ".join(extra) in str(caught.value)
+    (record,) = [r for r in caplog.records if "failed on its arguments" in r.message]
+    assert record.exc_info is not None
+    after = unet.generate(seed=1, **SMALL)
+    assert (after[0].array == before[0].array).all()
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"prompt": "a"}, "takes no argument 'prompt'"),

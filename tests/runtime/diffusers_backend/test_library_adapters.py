@@ -77,6 +77,12 @@ def files(tiny, tmp_path_factory):
         "kohya": kohya,
         "stray": unet | stray,
         "alien": {name.replace("unet.", "transformer.x."): t for name, t in unet.items()},
+        "nan": {name: t * torch.nan for name, t in unet.items()},
+        "untrained": {name: t * ("lora_A" in name) for name, t in unet.items()},
+        "off": kohya | {n: torch.tensor(0.0) for n in kohya if n.endswith(".alpha")},
+        "no number": kohya | {n: torch.tensor(torch.nan) for n in kohya if n.endswith(".alpha")},
+        "huge": {name: t * 1e30 for name, t in unet.items()},
+        "empty": {},
         "misfit": {name: torch.ones(RANK, 3) for name in unet},
     }
     for name, tensors in contents.items():
@@ -247,11 +253,21 @@ def test_start_up_flags_put_adapters_in_force(tiny, direct, files):
 
 
 @pytest.mark.parametrize(
-    ("name", "problem"), [("alien", "changes nothing"), ("misfit", "Diffusers cannot load it")]
+    ("name", "problem"),
+    [
+        ("alien", r"changes nothing.*It has: .*The model has: unet\."),
+        ("misfit", r"Diffusers cannot load it.*It has: .*The model has: unet\."),
+        ("nan", r"tensor 'unet\..*' holds NaN"),
+        ("no number", r"alpha' holds NaN"),
+        ("huge", "too large for its weights"),
+        ("untrained", "changes nothing of this pipeline: its factors multiply to 0"),
+        ("off", "changes nothing of this pipeline"),
+        ("empty", "holds no tensors"),
+    ],
 )
 def test_a_file_that_does_not_fit_is_an_error_and_changes_nothing(generator, files, name, problem):
     weights = plain(generator)
-    with pytest.raises(CheckpointError, match=rf"{problem}.*It has: .*The model has: unet\."):
+    with pytest.raises(CheckpointError, match=problem):
         generator.set_lora("x", files[name])
     assert generator.list_loras() == {"loaded_adapters": [], "active": {}}
     after = plain(generator)

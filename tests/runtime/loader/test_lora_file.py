@@ -101,8 +101,20 @@ def test_peft_configuration_beside_the_file(tmp_path):
     [
         ({"peft_type": "LOKR"}, "is a LOKR adapter"),
         ({"use_dora": True, "lora_alpha": 1}, "is a DoRA adapter"),
-        ({"lora_alpha": "8"}, "must be numbers"),
+        ({"lora_alpha": "8"}, "lora_alpha='8' must be a finite number"),
         ({}, "lora_alpha=None"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan must be a finite number"),
+        ({"lora_alpha": float("-inf")}, "lora_alpha=-inf must be a finite number"),
+        ({"lora_alpha": 10**400}, r"lora_alpha=1000.*\.\.\. must be a finite number"),
+        (
+            {"lora_alpha": 1, "alpha_pattern": {"q": float("nan")}},
+            r"alpha_pattern\['q'\]=nan must be a finite number",
+        ),
+        ({"lora_alpha": 1, "alpha_pattern": {"[": 1}}, r"'\[', which is no regular expression"),
+        ({"lora_alpha": 1, "alpha_pattern": [1]}, "must be an object"),
+        ({"lora_alpha": 1, "use_rslora": "false"}, "use_rslora='false' must be true or false"),
+        ({"lora_alpha": 1, "use_dora": "no"}, "use_dora='no' must be true or false"),
+        ({"lora_alpha": 1, "peft_type": ["LORA"]}, "is a .* adapter"),
     ],
 )
 def test_configurations_that_cannot_be_followed_are_refused(tmp_path, config, problem):
@@ -110,3 +122,23 @@ def test_configurations_that_cannot_be_followed_are_refused(tmp_path, config, pr
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=problem):
         find_lora_file(str(tmp_path))
+
+
+def test_the_method_is_named_in_any_case(tmp_path):
+    write(tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "lora", "lora_alpha": 4}')
+    assert find_lora_file(str(tmp_path)).configs[""].alpha == 4.0
+
+
+def test_numbers_in_the_metadata_must_be_numbers(tmp_path):
+    said = '{"transformer.lora_alpha": NaN}'
+    path = write(tmp_path / "a.safetensors", lora_adapter_metadata=said)
+    with pytest.raises(CheckpointError, match=r"transformer\.lora_alpha=nan must be a finite"):
+        find_lora_file(str(path))
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser-at-all/x", "a/" + "x" * 5000, "a/\0b"])
+def test_what_can_be_no_path_is_an_error_in_words(path):
+    with pytest.raises(CheckpointError, match=r"is no usable path|does not exist") as caught:
+        find_lora_file(path)
+    assert len(str(caught.value)) < 400

@@ -104,6 +104,13 @@ def test_a_request_replaces_what_is_in_force_and_gives_it_back(folder, files):
         assert generator.list_loras()["active"]["transformer"][0]["nickname"] == "a"
         generator.unset_lora()
         assert torch.equal(picture(generator), base)
+        with pytest.raises(InvalidArgument, match="unload it first"):
+            generator.set_lora("a", files["b"])
+        generator.unload_lora("a")
+        generator.set_lora("a", files["b"])
+        assert differs(picture(generator), base)
+        assert generator.set_lora([]) == ()
+        assert torch.equal(picture(generator), base)
 
 
 def test_only_the_scale_changes(folder, files):

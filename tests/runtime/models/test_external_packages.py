@@ -161,6 +161,17 @@ def test_an_error_told_without_a_traceback_elsewhere_keeps_its_own_here(
     assert it.value.__cause__ is not None
 
 
+def test_a_package_that_ends_the_program_is_told_in_words(
+    write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("external_exit", "import sys\nsys.exit(3)")
+    monkeypatch.setenv(VARIABLE, "external_exit")
+    packages = ExternalPackages()
+    for _ in range(2):
+        with pytest.raises(PipelineDefinitionError, match=r"'external_exit'.*sys\.exit\(3\)"):
+            packages.load()
+
+
 def test_a_package_may_look_something_up_while_it_is_imported(
     write, monkeypatch: pytest.MonkeyPatch
 ) -> None:

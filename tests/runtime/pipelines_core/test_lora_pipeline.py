@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 
 from sglang.multimodal_gen import DiffGenerator
@@ -269,6 +270,15 @@ BAD = {
     "number": ({"lora_nickname": "a", "strength": float("nan")}, "finite"),
     "text": ({"lora_nickname": "a", "strength": "1"}, "finite"),
     "mode": ({"lora_nickname": "a", "merge_mode": "fuse"}, "choose one of"),
+    "no name": ({"lora_nickname": None}, "must be text, or a list of texts"),
+    "number as name": ({"lora_nickname": 5}, "must be text, or a list of texts"),
+    "numbers as names": ({"lora_nickname": ["a", 5]}, "must be text, or a list of texts"),
+    "no target": ({"lora_nickname": "a", "target": None}, "must be text, or a list of texts"),
+    "number as path": ({"lora_nickname": "b", "lora_path": 5}, "must be a path"),
+    "weight in the name": ({"lora_nickname": "x=1", "lora_path": "x"}, "could not choose it"),
+    "path as name": ({"lora_nickname": "x/y", "lora_path": "x"}, "could not choose it"),
+    "file as name": ({"lora_nickname": "x.safetensors", "lora_path": "x"}, "could not choose it"),
+    "paths of none": ({"lora_nickname": [], "lora_path": ["x"]}, "has 1 entries for 0"),
     "contradiction": (
         {"lora_nickname": "a", "merge_mode": "dynamic", "merge_weights": True},
         "contradicts",
@@ -313,3 +323,52 @@ def test_what_was_in_force_comes_back_when_an_adapter_cannot_be(pipeline, files,
         pipeline.set_lora("b", files["b"][0], merge_mode="merge")
     assert [a["nickname"] for a in pipeline.get_lora_status()["loaded_adapters"]] == ["a"]
     probe.check({"a": 1.0}, "merged")
+
+
+def test_no_name_at_all_is_the_base(pipeline, files):
+    probe = Probe(pipeline, files)
+    pipeline.set_lora("a", files["a"][0], merge_mode="merge")
+    probe.check({"a": 1.0}, "merged")
+    assert pipeline.set_lora([]) == ()
+    probe.check({}, "off")
+    assert not pipeline.is_lora_set()
+
+
+def test_targets_of_the_other_verbs_are_checked(pipeline):
+    for target in (None, 5, ["transformer", 5]):
+        with pytest.raises(InvalidArgument, match="must be text, or a list"):
+            pipeline.unset_lora(target)
+
+
+NOTHING = {
+    "empty": (lambda a, b: {}, "holds no tensors"),
+    "no factor": (
+        lambda a, b: {LINEARS[0] + ".diff": a},
+        r"none of its 1 tensors is a LoRA factor",
+    ),
+    "half": (lambda a, b: {LINEARS[0] + ".lora_A.weight": a}, r"lora_A.weight' has no lora_B"),
+    "B is zero": (
+        lambda a, b: {LINEARS[0] + ".lora_A.weight": a, LINEARS[0] + ".lora_B.weight": 0 * b},
+        "never trained",
+    ),
+    "alpha is zero": (
+        lambda a, b: {
+            LINEARS[0] + ".lora_A.weight": a,
+            LINEARS[0] + ".lora_B.weight": b,
+            LINEARS[0] + ".alpha": torch.tensor(0.0),
+        },
+        r"its alpha is 0 \(from alpha keys\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_a_file_that_changes_nothing_is_an_error_with_the_true_reason(pipeline, tmp_path, case):
+    make, reason = NOTHING[case]
+    linear = pipeline.get_module("transformer").get_submodule(LINEARS[0])
+    tensors = make(torch.ones(2, linear.in_features), torch.ones(linear.out_features, 2))
+    save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        pipeline.set_lora("x", str(tmp_path / "x.safetensors"))
+    assert "another model" not in str(caught.value)
+    assert pipeline.get_lora_status() == {"loaded_adapters": [], "active": {}}

@@ -16,7 +16,7 @@ from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
     [
         (ModelArgs, {"model_path": ""}, "model_path='': must not be blank"),
         (ModelArgs, {"model_path": " "}, "model_path=' ': must not be blank"),
-        (ModelArgs, {"model_path": "a\0b"}, r"model_path='a\x00b': must not be blank"),
+        (ModelArgs, {"model_path": "a\0b"}, r"model_path='a\x00b': holds a NUL character"),
         (ModelArgs, {"model_path": 3}, "model_path=3: must be text, not int"),
         (ModelArgs, {"revision": ""}, "revision='': must not be blank"),
         (ModelArgs, {"precision": "fp8"}, "precision='fp8': choose one of auto, config, fp32"),
@@ -53,3 +53,10 @@ def test_sections_are_frozen_slotted_and_keyword_only(section):
     with pytest.raises(TypeError):
         section("positional")
     assert not hasattr(record, "__dict__")
+
+
+def test_choices_are_taken_in_any_case_and_kept_in_their_own():
+    said = ModelArgs(precision="FP16", component_precisions={"vae": "BF16"}, backend="Diffusers")
+    assert (said.precision, said.backend) == ("fp16", "diffusers")
+    assert said.component_precisions == {"vae": "bf16"}
+    assert PlatformArgs(device="CPU").device == "cpu"

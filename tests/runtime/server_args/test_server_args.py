@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang.multimodal_gen.configs.lora_choice import nickname_problem
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.server_args.flags import to_argv
 from sglang.multimodal_gen.runtime.server_args.parser import FlagParser
@@ -41,7 +42,7 @@ server_args = st.fixed_dictionaries(
         "use_fsdp_inference": st.booleans(),
         "batching_max_size": st.integers(min_value=1),
         "lora_path": st.none() | words | words.map(lambda path: (path,)),
-        "lora_nickname": words,
+        "lora_nickname": words.filter(lambda word: nickname_problem(word) is None),
         "lora_scale": st.floats(allow_nan=False, allow_infinity=False),
         "lora_merge_mode": st.sampled_from(["auto", "merge", "dynamic"]),
         "vae_mode": st.sampled_from(["auto", "plain", "tiled", "spatial_shard"]),

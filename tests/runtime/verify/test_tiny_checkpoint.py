@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from safetensors.torch import load_file
 from torch import nn
 
+from sglang.multimodal_gen.runtime.entrypoints.cli.main import main
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     NeuralComponentLoader,
 )
@@ -139,3 +141,30 @@ def test_components_are_built_as_the_loader_builds_them(monkeypatch, tmp_path):
     assert load_file(weights)["proj.weight"].shape[1] == width
     assert tiny.divisor == 2, "less than the smallest that Picky takes"
     assert list((tmp_path / "tiny/vae").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        ("tokenizer", "component 'tokenizer' is missing: "),
+        ("transformer", "component 'transformer' is missing: "),
+        ("vae/config.json", "vae/config.json does not exist"),
+        ("tokenizer_2/tokenizer.json", "tokenizer_2 lacks"),
+    ],
+)
+def test_what_the_checkpoint_lacks_is_told_of_its_own_files(configs, capsys, damage, problem):
+    path = configs / damage
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert main(["verify", str(configs), "--checks", "noise"]) == 2
+    said = capsys.readouterr().err
+    assert problem in said
+    assert str(configs) in said
+    assert "sglang-verify-" not in said
+
+
+def test_a_text_encoders_config_that_makes_no_sense_is_an_error(configs, capsys):
+    config_of(configs / "text_encoder", hidden_size=17)
+    assert main(["verify", str(configs), "--checks", "noise"]) == 2
+    said = capsys.readouterr().err
+    assert "'text_encoder': CLIPTextModel cannot be built from its own config.json" in said
+    assert "Traceback" not in said

@@ -61,6 +61,8 @@ def test_sizes_are_the_callers(root, verified):
 REFUSED = {
     "no such check": (("--checks", "noize"), "--checks='noize': there is no such check. Did you"),
     "no such size": (("--size", "64"), "--size='64': must be HEIGHTxWIDTH"),
+    "absurd size": (("--size", "99999x99999"), "9999800001 pixels; at most 16777216"),
+    "report is a folder": (("--json", "/tmp"), "--json /tmp: is a folder; give the file"),
     "off the grid": (("--size", "64x65"), "width=65: must be a multiple of 16"),
     "no such reference": (("--reference", "oracle"), "--reference='oracle': use diffusers, none"),
     "no such module": (("--reference", "no.such:Thing"), "cannot be imported: No module named"),
@@ -251,3 +253,27 @@ def test_a_component_without_blocks_is_named_and_not_green(root, verified, monke
     assert (code, row["verdict"]) == (1, "not supported here")
     assert "vae (AutoencoderKL): no LayerwiseOffloadableModuleMixin" in row["detail"]
     assert "transformer" in row["detail"]
+
+
+def test_a_reference_that_makes_no_picture_is_said_as_such(root, tmp_path, verified):
+    import shutil
+
+    folder = shutil.copytree(root, tmp_path / "damaged")
+    (path,) = (folder / "transformer").glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["x_embedder.weight"][:] = float("nan")
+    save_file(tensors, path, {"format": "pt"})
+    code, report = verified(folder, "--weights", "real", "--checks", "noise")
+    assert code == 1
+    assert "picture holds NaN or infinity" in report["checks"][0]["detail"]
+    assert [row["verdict"] for row in report["checks"]] == ["proves nothing", "not run"]
+
+
+def test_a_refusal_does_not_advise_flags_of_another_command():
+    advice = "tp_size=2: X has no TP_PLAN, so each rank would hold all; use --tp-size 1, or write"
+    assert verification.without_flags(advice) == (
+        "tp_size=2: X has no TP_PLAN, so each rank would hold all"
+    )
+    advice = "5 heads do not divide over 2 ranks. Choose another --tp-size or --sp-degree"
+    assert verification.without_flags(advice) == "5 heads do not divide over 2 ranks"
+    assert verification.without_flags("5 heads do not divide") == "5 heads do not divide"

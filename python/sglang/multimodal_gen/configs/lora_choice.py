@@ -47,6 +47,25 @@ def parse_lora_choices(value: Any) -> tuple[LoRAChoice, ...] | None:
     return tuple(_choice(entry) for entry in entries)
 
 
+def nickname_problem(name: object) -> str | None:
+    """What is wrong with a name for an adapter; None if nothing.
+
+    A request must be able to choose it by its name alone.
+    """
+    if not isinstance(name, str) or not name.strip():
+        return "must be text that is not blank"
+    try:
+        choice = _from_text(name)
+    except InvalidRequest:
+        choice = None
+    if choice is None or choice.is_path or choice.adapter != name:
+        return (
+            "a request could not choose it by this name: what has a slash or ends with "
+            ".safetensors is a path, and a number after '=' is a weight. Use another name"
+        )
+    return None
+
+
 def _choice(entry: Any) -> LoRAChoice:
     if isinstance(entry, LoRAChoice):
         return entry

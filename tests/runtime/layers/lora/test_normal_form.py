@@ -147,3 +147,57 @@ def test_two_denoisers_compute_what_diffusers_makes_of_the_file(named):
             model.load_lora_adapter(dict(tensors), prefix=name)
         torch.testing.assert_close(ours[name], model(x))
         assert torch.equal(ours[name], base[name]) == (name not in named)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_an_alpha_that_is_no_number_is_refused(value):
+    with pytest.raises(CheckpointError, match=r"'q.alpha' holds NaN or infinity"):
+        normal(pair("q") | {"q.alpha": torch.tensor(value)})
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool])
+def test_factors_of_other_kinds_are_refused(dtype):
+    tensors = {name: tensor.to(dtype) for name, tensor in pair("q").items()}
+    with pytest.raises(CheckpointError, match=r"'q.lora_A.weight' is (complex64|bool)"):
+        normal(tensors)
+
+
+def test_eight_bit_factors_are_taken_as_the_numbers_that_they_are():
+    tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in pair("q").items()}
+    factors = normal(tensors).layers["transformer"]["q"]
+    assert torch.equal(factors.down, tensors["q.lora_A.weight"].float())
+    assert factors.norm() > 0
+
+
+@pytest.mark.parametrize("alpha", [1e38, -1e38])
+def test_a_change_that_no_weight_can_hold_is_refused_by_its_key(alpha):
+    tensors = {name: 10 * tensor for name, tensor in pair("q").items()}
+    with pytest.raises(CheckpointError, match=r"'q.alpha' makes a change of size .*float32 cannot"):
+        normal(tensors | {"q.alpha": torch.tensor(alpha)})
+    huge = {name: tensor * 1e30 for name, tensor in pair("q").items()}
+    with pytest.raises(CheckpointError, match=r"'q.lora_B.weight' makes a change"):
+        normal(huge)
+
+
+def test_why_a_pair_is_not_applied_is_kept():
+    low, high = torch.ones(2, 4), torch.ones(6, 3)
+    cases = {
+        "has no lora_B": {"q.lora_A.weight": low},
+        "has no lora_A": {"q.lora_B.weight": high},
+        "has rank 2, and 'q.lora_B.weight' rank 3": {
+            "q.lora_A.weight": low,
+            "q.lora_B.weight": high,
+        },
+        "has rank 0": {"q.lora_A.weight": low[:0], "q.lora_B.weight": high[:, :0]},
+        "is no matrix, but of shape [2, 4, 1, 1]": {
+            "q.lora_A.weight": low[..., None, None],
+            "q.lora_B.weight": high[:, :2],
+        },
+        "is not one number": pair("q") | {"q.alpha": torch.ones(2)},
+    }
+    for reason, tensors in cases.items():
+        form = normal(tensors)
+        assert not form.layers
+        ((name, said),) = form.reasons.items()
+        assert name in tensors
+        assert reason in said

@@ -8,7 +8,7 @@ import torch
 from sglang.multimodal_gen.configs.models import EncoderConfig
 from sglang.multimodal_gen.runtime.pipelines_core.stages import TextEncodingStage
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
-from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
+from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, PipelineDefinitionError
 
 from seed_samples.my_model import MyModelPipelineConfig
 from seed_samples.stubs import TEXT_TOKENS, StubTextEncoder, StubTokenizer, stub_request
@@ -99,3 +99,14 @@ def test_padding_is_zeros_and_prompts_are_cleaned_where_the_family_says_so():
     assert not embeds[:, kept:].any()
     assert expected[:, kept:].any(), "the encoder's padding is zeros by itself"
     assert not torch.equal(plain.prompt_embeds[0], expected)
+
+
+def test_a_tokenizer_that_cannot_pad_is_refused_when_the_stage_is_built():
+    tokenizer = StubTokenizer()
+    tokenizer.pad_token, tokenizer.name_or_path = None, "my-model/tokenizer"
+    with pytest.raises(
+        CheckpointError, match=r"StubTokenizer \(my-model/tokenizer\) has no padding"
+    ):
+        TextEncodingStage(StubTextEncoder(), tokenizer)
+    tokenizer.pad_token = "x"
+    TextEncodingStage(StubTextEncoder(), tokenizer)

@@ -126,6 +126,8 @@ class PipelineConfig(Sealable):
         ):
             raise InvalidArgument(field_name, value, f"must be of type {type(current).__name__}")
         if name.endswith(("precision", "precisions")):
+            several = isinstance(value, tuple)
+            value = tuple(map(_lowered, value)) if several else _lowered(value)
             for precision in value if isinstance(value, tuple) else (value,):
                 if precision not in PRECISIONS:
                     raise InvalidArgument(field_name, value, f"use {', '.join(PRECISIONS)}")
@@ -224,6 +226,10 @@ class PipelineConfig(Sealable):
         if not candidates and data_type is not None:
             problem = f"{data_type.name} is asked for here, and this pipeline serves {names}"
             raise InvalidRequest("task_type", None, problem)
+        if has_image and len(candidates) > 1 and not any(t.accepts_image_input for t in candidates):
+            what = "" if data_type is None else f" that makes {data_type.name}"
+            problem = f"no task{what} takes an input image here; this pipeline serves {names}"
+            raise InvalidRequest("image_path", "given", problem)
         if len(candidates) > 1:
             candidates = [t for t in candidates if _fits(t, has_image, has_video)]
             same_output = [t for t in candidates if t.data_type() is self.task_type.data_type()]
@@ -410,17 +416,28 @@ def _is_share(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
+def _lowered(precision: Any) -> Any:
+    return precision.lower() if isinstance(precision, str) else precision
+
+
 def _fits(task: ModelTaskType, has_image: bool, has_video: bool) -> bool:
     image = task.accepts_image_input if has_image else not task.requires_image_input
     return image and (task.accepts_video_input if has_video else not task.requires_video_input)
 
 
 def _sound(config: PipelineConfig, tasks: tuple[ModelTaskType, ...]) -> tuple[ModelTaskType, ...]:
-    """The tasks that a pipeline declares, if the declaration keeps its three rules."""
+    """The tasks that a pipeline declares, if the declaration keeps its rules."""
+    default = config.task_type
+    given = [default, *tasks] if isinstance(tasks, (tuple, list)) else [tasks]
+    for task in given:
+        if not isinstance(task, ModelTaskType):
+            raise PipelineDefinitionError(
+                f"{type(config).__name__}: task_type and supported_task_types must be members of "
+                f"ModelTaskType, not {task!r}"
+            )
     if not tasks or len(set(tasks)) < len(tasks) or config.task_type not in tasks:
-        default = getattr(config.task_type, "name", config.task_type)
         raise PipelineDefinitionError(
             f"{type(config).__name__}.supported_task_types must be nonempty, unique, and include "
-            f"the default task_type {default}"
+            f"the default task_type {default.name}"
         )
     return tasks

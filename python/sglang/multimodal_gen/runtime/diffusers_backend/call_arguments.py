@@ -40,7 +40,7 @@ def check_call(params: SamplingParams, signature: CallSignature) -> None:
     Raises:
         InvalidRequest: names the nearest parameter, and those that there are.
     """
-    extra = _extra(params)
+    extra = extra_arguments(params)
     for name, parameter in PARAMETER_OF.items():
         value = getattr(params, name)
         if value is not None and parameter not in signature:
@@ -98,7 +98,7 @@ def _call(batch: Req, signature: CallSignature, images: Sequence[int]) -> dict[s
     if params.negative_prompt is not None:
         arguments["negative_prompt"] = params.negative_prompt
     # A copy: what a pipeline does to its arguments must not reach the next call.
-    arguments |= copy.deepcopy(_extra(params))
+    arguments |= copy.deepcopy(extra_arguments(params))
     for name, value in arguments.items():
         if _TEXT.fullmatch(name) and isinstance(value, str) and len(images) > 1:
             arguments[name] = [value] * len(images)
@@ -121,5 +121,6 @@ def refused_field(message: str, arguments: Mapping[str, Any]) -> tuple[str, Any]
     return None
 
 
-def _extra(params: SamplingParams) -> Mapping[str, Any]:
+def extra_arguments(params: SamplingParams) -> Mapping[str, Any]:
+    """The call arguments that a request passes through to the pipeline."""
     return getattr(params, "diffusers_kwargs", None) or {}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,11 @@ from diffusers import SchedulerMixin
 from PIL import Image
 from torch import Tensor
 
-from sglang.multimodal_gen.runtime.diffusers_backend.call_arguments import calls_of, refused_field
+from sglang.multimodal_gen.runtime.diffusers_backend.call_arguments import (
+    calls_of,
+    extra_arguments,
+    refused_field,
+)
 from sglang.multimodal_gen.runtime.diffusers_backend.call_signature import CallSignature
 from sglang.multimodal_gen.runtime.diffusers_backend.library_messages import library_messages
 from sglang.multimodal_gen.runtime.diffusers_backend.settings import DiffusersPipelineConfig
@@ -30,6 +35,9 @@ from sglang.multimodal_gen.runtime.utils.errors import (
 
 if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.server_args import ServerArgs
+
+
+logger = logging.getLogger(__name__)
 
 
 class DiffusersExecutionStage(PipelineStage):
@@ -53,7 +61,8 @@ class DiffusersExecutionStage(PipelineStage):
         """Writes float32 pixels [B, 3, H, W] in 0..1, on the CPU.
 
         Raises:
-            InvalidRequest: the pipeline refused a value (its ValueError).
+            InvalidRequest: the pipeline refused a value (its ValueError), or failed on arguments
+                that were passed through unchecked.
             UserError: it makes something other than pictures.
             NonFiniteOutput: a picture holds NaN or infinity.
         """
@@ -75,7 +84,7 @@ class DiffusersExecutionStage(PipelineStage):
                     _fresh_schedulers(self.pipeline),
                     _own_random_state(batch.seeds[index], server_args.platform.device),
                 ):
-                    result = self._run(arguments, signature)
+                    result = self._run(arguments, signature, extra_arguments(batch.request))
                 steps.finish()
                 pictures.append(_pixels(result, signature))
                 batch.warnings += _blacked_out(result)
@@ -89,7 +98,9 @@ class DiffusersExecutionStage(PipelineStage):
             )
         return batch
 
-    def _run(self, arguments: dict[str, Any], signature: CallSignature) -> Any:
+    def _run(
+        self, arguments: dict[str, Any], signature: CallSignature, extra: Mapping[str, Any]
+    ) -> Any:
         try:
             return self.pipeline(**arguments)
         except DiffusionError:
@@ -101,6 +112,18 @@ class DiffusersExecutionStage(PipelineStage):
                 raise UserError(f"{signature.class_name} refused the request: {message}") from error
             problem = f"refused by {signature.class_name}: {message}"
             raise InvalidRequest(*about, problem) from error
+        except (TypeError, AttributeError, LookupError) as error:
+            if not extra:
+                raise
+            # How a value of a wrong kind shows that a pipeline does not check.
+            logger.warning("%s failed on its arguments", signature.class_name, exc_info=error)
+            message = " ".join(str(error).split())
+            problem = (
+                f"{signature.class_name} failed with what was passed through "
+                f"({', '.join(extra)}): {type(error).__name__}: {message}. The log has the "
+                "traceback"
+            )
+            raise InvalidRequest("diffusers_kwargs", dict(extra), problem) from error
 
 
 class _Steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,14 @@ from diffusers.utils import USE_PEFT_BACKEND
 from torch import Tensor, nn
 
 from sglang.multimodal_gen.runtime.diffusers_backend.library_messages import library_messages
-from sglang.multimodal_gen.runtime.layers.lora.receipt import LoRAReceipt, listed
+from sglang.multimodal_gen.runtime.layers.lora.adapter_keys import parse_adapter_key
+from sglang.multimodal_gen.runtime.layers.lora.normal_form import checked_values
+from sglang.multimodal_gen.runtime.layers.lora.receipt import (
+    LoRAReceipt,
+    listed,
+    refuse_no_change,
+    why_nothing,
+)
 from sglang.multimodal_gen.runtime.loader.lora_file import LoRAFile
 from sglang.multimodal_gen.runtime.pipelines_core.lora_selection import LoadedAdapter, Selection
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
@@ -79,6 +87,7 @@ class LibraryAdapters:
         Raises:
             CheckpointError: the library cannot read it, or it changes nothing.
         """
+        _check_file(file)
         self._unmerge()
         key = f"adapter{next(self._numbers):06d}"
         self._keys.add(key)
@@ -94,6 +103,7 @@ class LibraryAdapters:
             changed = self._changed(file, key)
             receipt = self._receipt(file, nickname, key, changed)
             _check_scaling(file, receipt)
+            refuse_no_change(receipt)
         except BaseException as error:
             self._drop(key)
             if isinstance(error, CheckpointError) or not isinstance(error, _UNFIT):
@@ -218,7 +228,7 @@ class LibraryAdapters:
             scaling=dict(Counter(layer.scaling[key] for layer in layers)),
             modules={name: tuple(sorted(found)) for name, found in changed.items()},
             relative_change={
-                name: _relative_change(found.values(), key) for name, found in changed.items()
+                name: _relative_change(file, name, found, key) for name, found in changed.items()
             },
             matched=tuple(name for name in factors if name not in unmatched),
             unmatched=tuple(unmatched),
@@ -251,12 +261,29 @@ def _plain(name: str) -> str:
     return _OLD_NAME.sub(r".\1.", name).replace("to_out.0", "to_out")
 
 
-def _relative_change(layers: Any, key: str) -> float:
+def _check_file(file: LoRAFile) -> None:
+    """Refuse what the library would take without a word: values that are no numbers."""
+    if not any(parse_adapter_key(name) for name in file.tensors):
+        raise CheckpointError(why_nothing(str(file.path), file.tensors, {}))
+    for name, tensor in file.read().items():
+        if parse_adapter_key(name) is not None:
+            checked_values(str(file.path), name, tensor)
+
+
+def _relative_change(file: LoRAFile, component: str, layers: Mapping[str, Any], key: str) -> float:
     change = weight = 0.0
     with torch.no_grad():
-        for layer in layers:
-            change += layer.get_delta_weight(key).float().norm().item() ** 2
+        for path, layer in layers.items():
+            delta = layer.get_delta_weight(key).float().norm().item()
+            if not math.isfinite(delta):
+                raise CheckpointError(
+                    f"{file.path}: its change of {component}.{path} is too large for its weights "
+                    f"(scaled by {layer.scaling[key]:.3g})."
+                )
+            change += delta**2
             weight += layer.get_base_layer().weight.float().norm().item() ** 2
+    if not change:
+        return 0.0
     return (change / weight) ** 0.5 if weight else float("inf")
 
 

@@ -281,6 +281,10 @@ class DiffGenerator:
         """Take adapters out of force; the model is the base again, bit for bit."""
         self._open().unset_lora(target)
 
+    def unload_lora(self, name: str) -> None:
+        """Forget an adapter; it is taken out of whatever is in force."""
+        self._open().unload_lora(name)
+
     def merge_lora_weights(
         self, target: str | Sequence[str] = "all", strength: float = 1.0
     ) -> None:

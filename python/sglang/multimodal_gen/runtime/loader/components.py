@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
+from sglang.multimodal_gen.runtime.loader.capabilities import lacking
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentLoader,
     ComponentSpec,
@@ -20,7 +21,10 @@ from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader imp
 from sglang.multimodal_gen.runtime.loader.component_loaders.image_processor_loader import (
     ImageProcessorLoader,
 )
-from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes import library_class
+from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes import (
+    LIBRARIES,
+    library_class,
+)
 from sglang.multimodal_gen.runtime.loader.component_loaders.picture_processor_loader import (
     PictureProcessorLoader,
 )
@@ -255,9 +259,40 @@ def _found(
     }
     for name, spec in specs.items():
         spec.require_folder()
-        if isinstance(chosen[name], NeuralComponentLoader):
+        loader = chosen[name]
+        if isinstance(loader, NeuralComponentLoader):
             _ = spec.checkpoint
+            _check_replacement(source, names[name], loader, spec, server_args)
     return chosen, specs
+
+
+def _check_replacement(
+    source: ModelSource,
+    key: str,
+    loader: NeuralComponentLoader,
+    spec: ComponentSpec,
+    server_args: ServerArgs,
+) -> None:
+    """A component from another folder must do what the index's class does for the stages."""
+    replaced, indexed = server_args.model.component_paths.get(spec.name), source.components.get(key)
+    if replaced is None or indexed is None:
+        return
+    actual = loader.model_class(spec)
+    library, architecture = indexed
+    if ModelRegistry.knows(architecture):
+        usual = ModelRegistry.resolve_model_cls(architecture)[0]
+    elif library in LIBRARIES:
+        usual = library_class(spec.name, library, architecture)
+    else:
+        return
+    missing = lacking(actual, usual)
+    if missing:
+        raise InvalidArgument(
+            f"component_paths.{spec.name}",
+            replaced,
+            f"is a {actual.__name__}, which cannot stand for {usual.__name__}: it has no "
+            f"{', '.join(missing)}",
+        )
 
 
 def _homes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,11 @@ import torch
 from safetensors import safe_open
 
 from sglang.multimodal_gen.runtime.layers.lora.adapter_keys import other_adapter_type
-from sglang.multimodal_gen.runtime.layers.lora.normal_form import AdapterConfig, AlphaSource
+from sglang.multimodal_gen.runtime.layers.lora.normal_form import (
+    AdapterConfig,
+    AlphaSource,
+    alpha_pattern_of,
+)
 from sglang.multimodal_gen.runtime.loader.checkpoint import PICKLE_SUFFIXES, SUFFIX, listed
 from sglang.multimodal_gen.runtime.loader.hub import fetch_adapter_from_hub, files_on_hub
 from sglang.multimodal_gen.runtime.loader.json_file import read_json_object
@@ -64,7 +69,7 @@ def find_lora_file(lora_path: str, weight_name: str | None = None) -> LoRAFile:
         CheckpointError: nothing is there, it is no safetensors file or a damaged one, or it is
             another kind of adapter than LoRA (its name is in the message).
     """
-    path = Path(lora_path).expanduser()
+    path = _as_path(lora_path)
     hub_id = None if path.exists() else _HUB_ADAPTER.fullmatch(lora_path)
     if hub_id is not None:
         path = _from_hub(hub_id["repo"], weight_name or hub_id["file"])
@@ -75,6 +80,18 @@ def find_lora_file(lora_path: str, weight_name: str | None = None) -> LoRAFile:
         raise CheckpointError(f"{path} is a {kind} adapter. Only LoRA is supported.")
     stat = path.stat()
     return LoRAFile(path, tensors, _configs(path), (stat.st_size, stat.st_mtime_ns))
+
+
+def _as_path(text: str) -> Path:
+    try:
+        path = Path(text).expanduser()
+        path.exists()  # the system may refuse to look: a name that is too long, no permission
+    except (OSError, RuntimeError, ValueError) as problem:
+        shown = str(text) if len(str(text)) <= 120 else f"{str(text)[:117]}..."
+        reason = problem.strerror if isinstance(problem, OSError) else problem
+        said = str(reason).rstrip(".")
+        raise CheckpointError(f"lora_path={shown!r} is no usable path: {said}.") from problem
+    return path
 
 
 def _chosen_file(path: Path, weight_name: str | None) -> Path:
@@ -168,25 +185,53 @@ def _diffusers_configs(path: Path, text: str) -> dict[str, AdapterConfig]:
         component = DENOISER if component == "unet" else component
         grouped.setdefault(component, {})[name] = value
     return {
-        component: _config(path, values, "file metadata") for component, values in grouped.items()
+        component: _config(path, values, "file metadata", prefix=f"{component}." * bool(component))
+        for component, values in grouped.items()
     }
 
 
-def _config(path: Path, values: Mapping[str, Any], source: AlphaSource) -> AdapterConfig:
+def _config(
+    path: Path, values: Mapping[str, Any], source: AlphaSource, prefix: str = ""
+) -> AdapterConfig:
+    """``prefix`` is what stands before the keys in the file."""
     kind = values.get("peft_type") or "LORA"
-    if kind != "LORA":
+    if not isinstance(kind, str) or kind.upper() != "LORA":
         raise CheckpointError(f"{path} is a {kind} adapter. Only LoRA is supported.")
-    if values.get("use_dora"):
+    switches = {name: values.get(name) for name in ("use_dora", "use_rslora")}
+    for name, value in switches.items():
+        if value is not None and not isinstance(value, bool):
+            raise CheckpointError(f"{path}: {prefix}{name}={value!r} must be true or false.")
+    if switches["use_dora"]:
         raise CheckpointError(f"{path} is a DoRA adapter. Only LoRA is supported.")
-    alpha, pattern = values.get("lora_alpha"), values.get("alpha_pattern") or {}
-    numbers = [alpha, *pattern.values()] if isinstance(pattern, dict) else [None]
-    if any(isinstance(n, bool) or not isinstance(n, (int, float)) for n in numbers):
-        raise CheckpointError(
-            f"{path}: lora_alpha={alpha!r}, alpha_pattern={pattern!r} must be numbers."
-        )
+    pattern = values.get("alpha_pattern") or {}
+    if not isinstance(pattern, dict):
+        raise CheckpointError(f"{path}: {prefix}alpha_pattern={pattern!r} must be an object.")
+    for expression in pattern:
+        try:
+            alpha_pattern_of(expression)
+        except (re.error, OverflowError, RecursionError) as problem:
+            raise CheckpointError(
+                f"{path}: {prefix}alpha_pattern has {expression!r}, which is no regular expression "
+                f"({problem})."
+            ) from problem
     return AdapterConfig(
         source=source,
-        alpha=float(values["lora_alpha"]),
-        alpha_pattern={key: float(value) for key, value in pattern.items()},
-        rank_stabilized=bool(values.get("use_rslora")),
+        alpha=_number(path, f"{prefix}lora_alpha", values.get("lora_alpha")),
+        alpha_pattern={
+            key: _number(path, f"{prefix}alpha_pattern[{key!r}]", value)
+            for key, value in pattern.items()
+        },
+        rank_stabilized=bool(switches["use_rslora"]),
     )
+
+
+def _number(path: Path, key: str, value: Any) -> float:
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool)
+    try:
+        number = float(value) if fits else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
+        raise CheckpointError(f"{path}: {key}={shown} must be a finite number.")
+    return number

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -97,12 +98,16 @@ def _no_layout() -> Layout | None:
 
 
 def resolve_model_source(
-    model_path: str, revision: str | None = None, layout_of: LayoutOf = _no_layout
+    model_path: str,
+    revision: str | None = None,
+    layout_of: LayoutOf = _no_layout,
+    known_ids: Collection[str] = (),
 ) -> ModelSource:
     """Find a model: an existing folder, a bundled name, or a hub id (fetched if not cached).
 
     A local path or bundled name never touches the network. ``layout_of`` says what a checkpoint
     without ``model_index.json`` is, a folder or one safetensors file; None refuses it.
+    ``known_ids`` are hub ids to suggest to who gives half of one.
 
     Raises:
         ModelNotFound: nothing is there; says what was tried and what to do.
@@ -134,8 +139,22 @@ def resolve_model_source(
         return _from_hub(model_path, revision, layout_of)
     raise ModelNotFound(
         f"model_path={model_path!r}: no such folder, no bundled model and no hub id "
-        f"(org/name).{did_you_mean(model_path, bundled)} Bundled: {', '.join(bundled) or 'none'}"
+        f"(org/name).{_near(model_path, bundled, known_ids)} Bundled: "
+        f"{', '.join(bundled) or 'none'}. A hub id needs its organisation too; what has no native "
+        "family runs by the Diffusers backend (--backend diffusers)"
     )
+
+
+def _near(given: str, bundled: Collection[str], known_ids: Collection[str]) -> str:
+    """A bundled name, or a hub id whose second half is near."""
+    halves = {known.rpartition("/")[2].lower(): known for known in known_ids}
+    found = did_you_mean(given, bundled)
+    if found or not halves:
+        return found
+    near = get_close_matches(given.lower(), halves, n=3, cutoff=0.6)
+    if given.lower() in halves:
+        near = [given.lower()]
+    return f" Did you mean {' or '.join(repr(halves[half]) for half in near)}?" if near else ""
 
 
 def read_sampling_defaults(root: Path) -> dict[str, Any]:

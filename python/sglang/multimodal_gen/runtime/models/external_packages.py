@@ -43,7 +43,8 @@ class ExternalPackages:
         Raises:
             Exception: whatever the package raises, unchanged, with a note on who named it.
             PipelineDefinitionError: the package raised an error that is told without a traceback
-                (that one is the cause), or an entry point is neither module nor function.
+                (that one is the cause) or called ``sys.exit``, or an entry point is neither module
+                nor function.
         """
         with self._lock:
             if self._failure is not None:
@@ -99,6 +100,11 @@ def _named(origin: str) -> Iterator[None]:
     except (UserError, CheckpointError) as error:
         # Those are told to a user in one paragraph; a broken package needs its traceback.
         raise PipelineDefinitionError(f"{origin}: {error}") from error
+    except SystemExit as error:  # no Exception: it would end the program without a word
+        raise PipelineDefinitionError(
+            f"{origin}: it ended the program while it was imported (sys.exit({error.code!r})); a "
+            "package must only register"
+        ) from error
     except Exception as error:
         error.add_note(f"while loading external models: {origin}")
         raise

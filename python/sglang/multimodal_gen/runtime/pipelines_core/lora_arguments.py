@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from sglang.multimodal_gen.configs.lora_choice import nickname_problem
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
@@ -20,10 +22,20 @@ def not_loaded(name: str, known: Mapping[str, object]) -> str:
     )
 
 
-def refuse_blank(nickname: object) -> None:
-    """A nickname must be text that shows something."""
-    if not isinstance(nickname, str) or not nickname.strip():
-        raise InvalidArgument("lora_nickname", nickname, "must be text that is not blank")
+def check_new_name(nickname: object, path: object) -> None:
+    """A nickname for a file must be text by which a request can choose it, and the path a path."""
+    if (problem := nickname_problem(nickname)) is not None:
+        raise InvalidArgument("lora_nickname", nickname, problem)
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path).strip():
+        raise InvalidArgument("lora_path", path, "must be a path")
+
+
+def texts_of(field: str, value: object) -> list[str]:
+    """One text or several, as a list."""
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, (list, tuple)) or not all(isinstance(x, str) for x in found):
+        raise InvalidArgument(field, value, "must be text, or a list of texts")
+    return list(found)
 
 
 def one_each(field: str, value: Any, count: int) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -15,18 +16,24 @@ from torch import nn
 from sglang.multimodal_gen.configs.lora_choice import LoRAChoice
 from sglang.multimodal_gen.runtime.layers.lora.adapted_module import AdaptedModule
 from sglang.multimodal_gen.runtime.layers.lora.normal_form import NormalForm, to_normal_form
-from sglang.multimodal_gen.runtime.layers.lora.receipt import LoRAReceipt, listed
+from sglang.multimodal_gen.runtime.layers.lora.receipt import (
+    LoRAReceipt,
+    listed,
+    refuse_no_change,
+    why_nothing,
+)
 from sglang.multimodal_gen.runtime.loader.lora_file import LoRAFile, find_lora_file
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
     ComposedPipelineBase,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.lora_arguments import (
     MergeMode,
+    check_new_name,
     check_weight,
     merge_mode_of,
     not_loaded,
     one_each,
-    refuse_blank,
+    texts_of,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.lora_selection import (
     LoadedAdapter,
@@ -82,9 +89,9 @@ class LoRAPipeline(ComposedPipelineBase):
             CheckpointError: no such file, damaged, not LoRA, or made for another model.
             InvalidArgument: the name belongs to another file.
         """
-        refuse_blank(lora_nickname)
+        check_new_name(lora_nickname, lora_path)
         with self._lora_lock:
-            file = find_lora_file(lora_path, weight_name)
+            file = find_lora_file(os.fspath(lora_path), weight_name)
             known = self._adapters.get(lora_nickname)
             if known is None:
                 known = self._adapters[lora_nickname] = self._read(file, lora_nickname)
@@ -116,6 +123,7 @@ class LoRAPipeline(ComposedPipelineBase):
         if not normal.layers:
             raise CheckpointError(self._no_match(file, normal))
         receipt = self._receipt(file, nickname, normal)
+        refuse_no_change(receipt)
         log = logger.warning if receipt.leftovers() else logger.info
         log("%s", receipt.summary())
         return LoadedAdapter(nickname, file.path.resolve(), file.stamp, normal.layers, receipt)
@@ -140,7 +148,9 @@ class LoRAPipeline(ComposedPipelineBase):
         )
 
     def _no_match(self, file: LoRAFile, normal: NormalForm) -> str:
-        theirs = list(normal.unmatched or normal.unsupported)
+        if normal.reasons or not normal.unmatched:
+            return why_nothing(str(file.path), file.tensors, normal.reasons)
+        theirs = list(normal.unmatched)
         ours = [
             f"{name}.{path}"
             for name in self._components()
@@ -167,7 +177,8 @@ class LoRAPipeline(ComposedPipelineBase):
         """Put adapters in force until further notice, in place of those that were.
 
         Args:
-            lora_nickname: one name or several; several add up.
+            lora_nickname: one name or several; several add up. No name (``[]``) is the base, as a
+                request's ``lora=[]`` is: `unset_lora` of the targets.
             lora_path: the file of each name that is not loaded yet.
             target: a component, or "all" that the adapter has keys for; one for each name, or one
                 for all of them. Components that no target names keep what they have.
@@ -183,9 +194,13 @@ class LoRAPipeline(ComposedPipelineBase):
             CheckpointError: as `load_lora_adapter`. In either case all is as before: what this call
                 loaded is unloaded, and what was in force is in force.
         """
-        names = [lora_nickname] if isinstance(lora_nickname, str) else list(lora_nickname)
+        names = texts_of("lora_nickname", lora_nickname)
         count = len(names)
         paths = one_each("lora_path", lora_path, count)
+        if not names:
+            self.unset_lora(target)
+            return ()
+        texts_of("target", target)
         targets = one_each("target", target, count)
         weights = one_each("strength", strength, count)
         for weight in weights:
@@ -350,7 +365,7 @@ class LoRAPipeline(ComposedPipelineBase):
         return [name for name in names if isinstance(self.modules[name], nn.Module)]
 
     def _targets(self, target: str | Sequence[str]) -> list[str]:
-        names = [target] if isinstance(target, str) else list(target)
+        names = texts_of("target", target)
         for name in names:
             self._check_target(name)
         return self._components() if "all" in names else names

@@ -125,9 +125,15 @@ def flag_key(spelling: str) -> str:
 
 
 def check_fields(record: Any) -> None:
-    """Refuse a record whose fields hold a value of another type or outside their choices."""
+    """Refuse a record whose fields hold a value of another type or outside their choices.
+
+    A choice in another case than its own is stored in its own.
+    """
     for spec in flags_of(type(record)):
-        spec.accept(getattr(record, spec.name))
+        given = getattr(record, spec.name)
+        accepted = spec.accept(given)
+        if spec.value.choices and isinstance(accepted, (str, dict)) and accepted != given:
+            object.__setattr__(record, spec.name, accepted)  # it may be frozen
 
 
 def to_argv(flags: Iterable[Flag], values: Mapping[str, object]) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from sglang.multimodal_gen.configs.lora_choice import nickname_problem
 from sglang.multimodal_gen.runtime.server_args.flags import check_fields, flag
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 from sglang.multimodal_gen.runtime.utils.precision import PRECISIONS
@@ -129,7 +130,8 @@ class LoRAArgs:
         for path in self.lora_paths:
             _refuse_blank("lora_path", path)
         for name in self.lora_nicknames:
-            _refuse_blank("lora_nickname", name)
+            if (problem := nickname_problem(name)) is not None:
+                raise InvalidArgument("lora_nickname", name, problem)
         paths, names, scales = self.lora_paths, self.lora_nicknames, self.lora_scales
         if paths and len(names) != len(paths):
             problem = f"has {len(names)} names for {len(paths)} paths. Give one for each."
@@ -178,5 +180,7 @@ class ObserveArgs:
 
 
 def _refuse_blank(field: str, value: str) -> None:
-    if not value.strip() or "\0" in value:
+    if "\0" in value:
+        raise InvalidArgument(field, value, "holds a NUL character, which no path or name has")
+    if not value.strip():
         raise InvalidArgument(field, value, "must not be blank. Leave it out for the default.")

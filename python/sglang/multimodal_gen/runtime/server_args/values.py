@@ -122,6 +122,9 @@ class ValueType:
         kept = _as_type(value, self.item)
         if kept is None:
             raise ValueError(f"must be {self._noun()}, not {type(value).__name__}")
+        if self.choices and isinstance(kept, str):  # names in any case, as enums' are
+            folded = {c.lower(): c for c in self.choices if isinstance(c, str)}
+            kept = folded.get(kept.strip().lower(), kept)
         if self.choices and kept not in self.choices:
             raise ValueError(self._choice_problem(str(kept)))
         return kept

@@ -18,12 +18,14 @@ def parse_precision(text: str, *, field: str = "precision") -> torch.dtype:
     """The torch dtype that a precision name means.
 
     Args:
-        text: one of ``PRECISIONS``.
+        text: one of ``PRECISIONS``, in any case.
         field: what an error message calls the value, e.g. ``component_precisions.vae``.
 
     Raises:
         InvalidArgument: for any other text.
     """
+    if isinstance(text, str):
+        text = text.lower()
     if text not in PRECISIONS:
         raise InvalidArgument(
             field, text, f"use one of {', '.join(PRECISIONS)}.{did_you_mean(str(text), PRECISIONS)}"

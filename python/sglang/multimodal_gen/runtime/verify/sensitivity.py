@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
 from sglang.multimodal_gen.runtime.verify.measure import relative_l2
 from sglang.multimodal_gen.runtime.verify.reference import Reference
@@ -26,6 +28,8 @@ class Sensitivity:
     moved: dict[str, float]
     idle: tuple[str, ...]
     claimed_idle: tuple[str, ...]
+    finite: bool = True
+    """Whether the reference made a picture at all, and not NaN or infinity."""
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {moved:.1e}" for name, moved in self.moved.items())
@@ -39,6 +43,9 @@ def measure_sensitivity(
     say: Callable[[str], None],
 ) -> Sensitivity:
     """Run the reference again with each field changed; finds where its negative branch stands."""
+    assert base.picture is not None
+    if not torch.isfinite(base.picture).all():
+        return Sensitivity({}, (), (), finite=False)
     moved: dict[str, float] = {}
     for name in OTHER:
         if name not in request:
@@ -46,7 +53,6 @@ def measure_sensitivity(
         say(f"reference: another {name}")
         other = reference.run(request.changed(name))
         assert other.picture is not None
-        assert base.picture is not None
         moved[name] = relative_l2(other.picture, base.picture)
         if name == "negative_prompt":
             base.order = _order(base, other)

@@ -40,6 +40,7 @@ from sglang.multimodal_gen.runtime.verify.tiny_weights import fill_with_noise
 WEIGHTLESS_ROLES = (
     "scheduler", "tokenizer", "feature_extractor", "processor", "image_processor",
 )  # fmt: skip
+NEURAL_ROLES = ("transformer", "unet", "vae", "text_encoder", "image_encoder")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
@@ -68,6 +69,7 @@ def write_tiny_checkpoint(
     Raises:
         CheckpointError: a component has no config, or its class cannot be built from it.
     """
+    _require_folders(source)
     parts = _neural_components(source, loaders or {})
     divisor = common_divisor({name: part.config for name, part in parts.items()})
     while divisor > 1 and not all(part.can_be_built(divisor) for part in parts.values()):
@@ -173,3 +175,16 @@ def _neural_components(
         else:
             parts[name] = _Part(name, config, native, own, native, own)
     return parts
+
+
+def _require_folders(source: ModelSource) -> None:
+    """What a checkpoint lacks is told of the checkpoint, before a copy of it is begun."""
+    for name in source.components:
+        path = source.root / name
+        if not path.is_dir():
+            raise CheckpointError(
+                f"component {name!r} is missing: {path} is no folder. The checkpoint is "
+                "incomplete; fetch it again"
+            )
+        if role_of(name) in NEURAL_ROLES and not (path / "config.json").is_file():
+            raise CheckpointError(f"{path / 'config.json'} does not exist.")

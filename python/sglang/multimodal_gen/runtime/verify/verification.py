@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from sglang.multimodal_gen.runtime.managers.model_description import ModelDescri
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.component_roles import DENOISER
 from sglang.multimodal_gen.runtime.utils.errors import (
+    CheckpointError,
     DiffusionError,
     InvalidArgument,
     UserError,
@@ -174,7 +176,10 @@ def _weights_of(
     if wish.weights == "real":
         yield model, "real"
         return
-    with tempfile.TemporaryDirectory(prefix="sglang-verify-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="sglang-verify-") as folder,
+        _told_of(model.source.root, folder),
+    ):
         say("writing a tiny checkpoint from the configs")
         pipeline = model.info.pipeline_cls
         own = pipeline.component_loaders
@@ -189,6 +194,17 @@ def _weights_of(
         )
         args = model.info.pipeline_cls.bind_checkpoint(source, family)
         yield dataclasses.replace(model, source=source, server_args=args), words
+
+
+@contextmanager
+def _told_of(checkpoint: Path, copy: str) -> Iterator[None]:
+    """What is wrong with the copy is wrong with the checkpoint, whose files a user can mend."""
+    try:
+        yield
+    except (CheckpointError, UserError) as error:
+        if copy not in str(error):
+            raise
+        raise CheckpointError(str(error).replace(copy, str(checkpoint))) from error
 
 
 @contextmanager
@@ -347,9 +363,9 @@ class _Run:
         try:
             finding = mechanism.run(self.port, baseline)
         except CannotRun as error:
-            finding = Finding(0.0, skipped=str(error))
+            finding = Finding(0.0, skipped=without_flags(str(error)))
         except Refused as error:
-            finding = Finding(0.0, unsupported=str(error))
+            finding = Finding(0.0, unsupported=without_flags(str(error)))
         except DiffusionError as error:
             finding = Finding(float("inf"), reason_of(error))
         seconds = time.perf_counter() - start
@@ -371,8 +387,19 @@ class _Run:
         self.rows.append(row)
 
 
+def without_flags(message: str) -> str:
+    """A refusal without its advice to use a flag: that is a server's, and not of this command."""
+    return re.sub(r"[;.] (use|choose another) --\S.*", "", message, flags=re.IGNORECASE)
+
+
 def _sensitivity_row(found: Sensitivity, seconds: float) -> Row:
     title = "the reference heeds the request"
+    if not found.finite:
+        detail = (
+            "the reference's own picture holds NaN or infinity: its weights are damaged, or this "
+            "request overflows; --weights tiny checks the port without them"
+        )
+        return Row(SENSITIVITY, title, "proves nothing", detail=detail, seconds=seconds)
     if found.idle:
         detail = (
             f"{' and '.join(found.idle)} does not move the reference's picture; try another "

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
 from sglang.multimodal_gen.runtime.server_args.parser import FlagParser
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, OutputError
 
@@ -37,6 +38,8 @@ def run(argv: Sequence[str]) -> int:
     report = Path(said["json"]) if "json" in said else None
     if report is not None and not report.absolute().parent.is_dir():
         raise OutputError(f"--json {report}: there is no folder {report.absolute().parent}.")
+    if report is not None and report.is_dir():
+        raise OutputError(f"--json {report}: is a folder; give the file to write.")
     return _verify(parser, said, report)
 
 
@@ -132,7 +135,11 @@ def _size(text: str) -> tuple[int, int]:
     match = _SIZE.fullmatch(text)
     if match is None:
         raise InvalidArgument("--size", text, "must be HEIGHTxWIDTH in pixels, such as 64x96")
-    return int(match[1]), int(match[2])
+    height, width = int(match[1]), int(match[2])
+    if height * width > PipelineConfig.max_pixels:
+        problem = f"{height * width} pixels; at most {PipelineConfig.max_pixels} are checked"
+        raise InvalidArgument("--size", text, problem)
+    return height, width
 
 
 class _Said:

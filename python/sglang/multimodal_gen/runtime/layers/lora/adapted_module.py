@@ -67,6 +67,8 @@ class AdaptedModule:
             norm = torch.linalg.vector_norm(method.base_weight, dtype=torch.float32).item()
             figures.append((method, (norm**2,)))
         (base,) = self._summed(figures, 1)
+        if not change:
+            return 0.0
         return (change / base) ** 0.5 if base else float("inf")
 
     def _summed(

@@ -14,6 +14,7 @@ applied like all others, which Diffusers' converter drops.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -47,9 +48,14 @@ class AdapterConfig:
     def alpha_of(self, module: str) -> float | None:
         """The alpha of a module, by its name in the file; patterns match as PEFT's do."""
         for pattern, alpha in self.alpha_pattern.items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
+            if alpha_pattern_of(pattern).match(module):
                 return alpha
         return self.alpha
+
+
+def alpha_pattern_of(expression: str) -> re.Pattern[str]:
+    """What a key of ``alpha_pattern`` matches; raises as `re.compile`."""
+    return re.compile(rf"(.*\.)?({expression})$")
 
 
 NO_CONFIG = AdapterConfig()
@@ -60,7 +66,8 @@ class NormalForm:
     """An adapter on the modules of a pipeline, and what of its file it does not use.
 
     ``unmatched`` tensors name a module that no component has; ``unsupported`` ones are of a kind
-    that is not applied (biases, differences, convolutions) or lack their counterpart.
+    that is not applied (biases, differences, convolutions) or lack their counterpart; ``reasons``
+    say why, for one tensor of each module that has such a pair.
     """
 
     layers: Mapping[str, Mapping[str, LowRank]]
@@ -69,6 +76,7 @@ class NormalForm:
     matched: tuple[str, ...]
     unmatched: tuple[str, ...]
     unsupported: tuple[str, ...]
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 def to_normal_form(
@@ -83,10 +91,26 @@ def to_normal_form(
     ``configs`` are by component, the empty name for all of them.
 
     Raises:
-        CheckpointError: a factor's shape does not fit its module, two keys change one module, or
-            a factor holds NaN or infinity.
+        CheckpointError: a factor's shape does not fit its module, two keys change one module, a
+            factor or an alpha holds NaN or infinity or is none, or the change is too large for the
+            weights.
     """
     return _Builder(tensors, components, configs, label).build()
+
+
+def checked_values(label: str, name: str, tensor: Tensor) -> Tensor:
+    """A factor or an alpha in a dtype to compute in: eight-bit ones are widened.
+
+    Raises:
+        CheckpointError: it holds NaN or infinity, or numbers of a kind that no factor has.
+    """
+    if tensor.is_complex() or tensor.dtype == torch.bool:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{label}: tensor {name!r} is {kind}; LoRA factors are real numbers.")
+    wide = tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+    if not torch.isfinite(wide).all():
+        raise CheckpointError(f"{label}: tensor {name!r} holds NaN or infinity.")
+    return wide
 
 
 @dataclass
@@ -113,6 +137,7 @@ class _Builder:
         self.matched: list[str] = []
         self.unmatched: list[str] = []
         self.unsupported: list[str] = []
+        self.reasons: dict[str, str] = {}
         self.styles: set[str] = set()
         self.sources: set[AlphaSource] = set()
 
@@ -126,6 +151,7 @@ class _Builder:
             matched=tuple(sorted(self.matched)),
             unmatched=tuple(sorted(self.unmatched)),
             unsupported=tuple(sorted(self.unsupported)),
+            reasons=self.reasons,
         )
 
     def _groups(self) -> dict[tuple[str, str], _Group]:
@@ -154,33 +180,49 @@ class _Builder:
         if not found:
             self.unmatched += names
             return
-        factors = self._factors(component, module, group)
-        if factors is None:
+        problem = self._pair_problem(group)
+        if problem is not None:
             self.unsupported += names
+            name, reason = problem
+            self.reasons[name] = reason
             return
+        factors = self._factors(component, module, group)
         for target, places in found:
             self._check_shapes(target, places, factors, group)
             self._put(target, places, factors, group)
         self.matched += names
         self.styles.add(group.style)
 
-    def _factors(self, component: str, module: str, group: _Group) -> LowRank | None:
-        """The factors as stored, scaled by the rules of this module; None if they are not two
-        matrices."""
-        if not {"down", "up"} <= group.parts.keys():
-            return None
-        down, up = self.tensors[group.parts["down"]], self.tensors[group.parts["up"]]
-        if down.ndim != 2 or up.ndim != 2 or down.shape[0] != up.shape[1] or not down.shape[0]:
-            return None
-        for name in (group.parts["down"], group.parts["up"]):
-            if not torch.isfinite(self.tensors[name]).all():
-                raise CheckpointError(f"{self.label}: tensor {name!r} holds NaN or infinity.")
-        if "alpha" in group.parts:
-            alpha = self.tensors[group.parts["alpha"]]
-            if alpha.numel() != 1:
-                return None
+    def _pair_problem(self, group: _Group) -> tuple[str, str] | None:
+        """Why a module's tensors are not two matrices and a scale: the name of one, and what is
+        wrong with it; None if they are."""
+        for part, named in (("down", "lora_A (lora_down)"), ("up", "lora_B (lora_up)")):
+            if part not in group.parts:
+                return next(iter(group.parts.values())), f"has no {named} beside it"
+        names = group.parts["down"], group.parts["up"]
+        for name in names:
+            if self.tensors[name].ndim != 2:
+                return name, f"is no matrix, but of shape {list(self.tensors[name].shape)}"
+        ranks = self.tensors[names[0]].shape[0], self.tensors[names[1]].shape[1]
+        if ranks[0] != ranks[1]:
+            return names[0], f"has rank {ranks[0]}, and {names[1]!r} rank {ranks[1]}"
+        if not ranks[0]:
+            return names[0], "has rank 0"
+        alpha = group.parts.get("alpha")
+        if alpha is not None and self.tensors[alpha].numel() != 1:
+            return alpha, "is not one number"
+        return None
+
+    def _factors(self, component: str, module: str, group: _Group) -> LowRank:
+        """The factors as stored, scaled by the rules of this module."""
+        values = {
+            part: checked_values(self.label, name, self.tensors[name])
+            for part, name in group.parts.items()
+        }
+        down, up = values["down"], values["up"]
+        if "alpha" in values:
             self.sources.add("alpha keys")
-            return LowRank(down, up, float(alpha.item()))
+            return LowRank(down, up, float(values["alpha"].item()))
         config = self.configs.get(component or DENOISER) or self.configs.get("") or NO_CONFIG
         self.sources.add(config.source)
         return LowRank(down, up, config.alpha_of(module), config.rank_stabilized)
@@ -218,3 +260,17 @@ class _Builder:
                     "another key of the file changes too."
                 )
             layers[path] = LowRank(factors.down, up, factors.alpha, factors.rank_stabilized)
+            self._check_size(target, path, layers[path], group)
+
+    def _check_size(self, target: str, path: str, factors: LowRank, group: _Group) -> None:
+        """A change that the weight's dtype cannot hold would make every picture NaN."""
+        dtype = self.components[target].linears[path].weight.dtype
+        limit = torch.finfo(dtype).max if dtype.is_floating_point and dtype.itemsize > 1 else 3e38
+        scaled = factors.up.abs().max().double().item() * abs(factors.scaling)
+        size = max(factors.norm(), scaled, factors.down.abs().max().double().item())
+        if not math.isfinite(size) or size > limit:
+            name = group.parts.get("alpha", group.parts["up"])
+            raise CheckpointError(
+                f"{self.label}: {name!r} makes a change of size {size:.3g} of {path} (scaled by "
+                f"{factors.scaling:.3g}), which {str(dtype).removeprefix('torch.')} cannot hold."
+            )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+
+from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
 
 SHOWN = 6
 
@@ -61,6 +63,41 @@ class LoRAReceipt:
                 f"{listed(self.unsupported)}"
             )
         return phrases
+
+
+def refuse_no_change(receipt: LoRAReceipt) -> None:
+    """Refuse an adapter that leaves every weight as it is.
+
+    Raises:
+        CheckpointError: says what makes it nothing.
+    """
+    if any(change != 0 for change in receipt.relative_change.values()):
+        return
+    if set(receipt.scaling) == {0.0}:
+        why = f"its alpha is 0 (from {receipt.alpha_source})"
+    else:
+        why = "its factors multiply to 0, as those of an adapter that was never trained do"
+    raise CheckpointError(f"{receipt.path} changes nothing of this pipeline: {why}.")
+
+
+def why_nothing(path: str, names: Collection[str], reasons: Mapping[str, str]) -> str:
+    """Why a file changes nothing whose names are not another model's.
+
+    ``reasons`` are of tensors whose names lead to modules, and that cannot be applied.
+    """
+    if not names:
+        return f"{path} changes nothing of this pipeline: it holds no tensors."
+    if not reasons:
+        return (
+            f"{path} changes nothing of this pipeline: none of its {len(names)} tensors is a LoRA "
+            f"factor (lora_A and lora_B, or lora_down and lora_up). It has: {listed(list(names))}."
+        )
+    told = [f"{name!r} {reason}" for name, reason in reasons.items()]
+    more = f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
+    return (
+        f"{path} changes nothing of this pipeline. Its names lead to modules, but "
+        f"{'; '.join(told[:SHOWN])}{more}."
+    )
 
 
 def listed(names: tuple[str, ...] | list[str]) -> str:

@@ -11,6 +11,11 @@ from torch import Tensor, nn
 from sglang.multimodal_gen.runtime.pipelines_core.role import RoleType
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
+from sglang.multimodal_gen.runtime.pipelines_core.stages.denoiser_inputs import (
+    cast_embeddings,
+    computing_dtype,
+    in_dtype,
+)
 from sglang.multimodal_gen.runtime.pipelines_core.stages.experts import Experts
 from sglang.multimodal_gen.runtime.pipelines_core.stages.guidance import ClassifierFreeGuidance
 from sglang.multimodal_gen.runtime.pipelines_core.stages.step_checkpoints import StepCheckpoints
@@ -22,7 +27,11 @@ if TYPE_CHECKING:
 
 
 class DenoisingStage(PipelineStage):
-    """Runs the scheduler's steps over the denoiser's predictions."""
+    """Runs the scheduler's steps over the denoiser's predictions.
+
+    The denoiser gets embeddings and latents in its own precision; the latents themselves, between
+    the steps, keep the one that the noise and the scheduler give them.
+    """
 
     role_affinity = RoleType.DENOISER
     uses = ("transformer",)
@@ -55,7 +64,18 @@ class DenoisingStage(PipelineStage):
             "seeds",
         }
     )
-    writes = frozenset({"latents", "model_state", "scheduler"})
+    writes = frozenset(
+        {
+            "latents",
+            "model_state",
+            "scheduler",
+            "prompt_embeds",
+            "pooled_embeds",
+            "negative_prompt_embeds",
+            "neg_pooled_embeds",
+            "image_latent",
+        }
+    )
 
     def __init__(
         self,
@@ -78,7 +98,10 @@ class DenoisingStage(PipelineStage):
         config = self.pipeline_config(server_args)
         scheduler = self._fresh_scheduler(batch)
         _check_negative(batch)
+        dtype = computing_dtype(self.transformer)
+        cast_embeddings(batch, dtype)
         batch.model_state = config.prepare_model_state(batch, self.transformer)
+        batch.image_latent = in_dtype(batch.image_latent, dtype)
         total = len(batch.timesteps)
         experts = self.experts.of_steps(batch, config)
         self.experts.begin()
@@ -88,7 +111,7 @@ class DenoisingStage(PipelineStage):
         batch.control.report("denoise", first, total, "denoising")
         for step in range(first, total):
             t = batch.timesteps[step]
-            model_input = _scaled(scheduler, latents, t)
+            model_input = in_dtype(_scaled(scheduler, latents, t), dtype)
             t_B = t.expand(len(latents))
             expert = experts[step]
             self.experts.bring(expert)

@@ -12,7 +12,7 @@ from sglang.multimodal_gen.configs.models.base import EncoderConfig
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
 from sglang.multimodal_gen.runtime.pipelines_core.stages.finite import require_finite
-from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
+from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, PipelineDefinitionError
 from sglang.multimodal_gen.runtime.utils.prompt_cleaning import clean_prompt
 
 if TYPE_CHECKING:
@@ -65,6 +65,13 @@ class TextEncodingStage(PipelineStage):
                 f"{type(self).__name__}: {len(self.text_encoders)} text encoders but "
                 f"{len(self.tokenizers)} tokenizers"
             )
+        for tokenizer in self.tokenizers:
+            if getattr(tokenizer, "pad_token", "none of its own") is None:
+                where = getattr(tokenizer, "name_or_path", "")
+                raise CheckpointError(
+                    f"the tokenizer {type(tokenizer).__name__} ({where}) has no padding token, and "
+                    "prompts are padded. Likely cause: its tokenizer_config.json is missing"
+                )
 
     def forward(self, batch: Req, server_args: ServerArgs) -> Req:
         """Writes the embeddings of the prompts and, if guidance needs them, of the negatives."""

@@ -1,0 +1,49 @@
+"""The denoiser's precision, in which all that it is given must reach it.
+
+Components may be loaded in precisions of their own (``--component-precisions``). What one hands to
+the next is cast where they meet; of equal precisions nothing is touched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
+
+_COMPUTES_IN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Weights of other dtypes (quantised ones) say nothing about a module's inputs."""
+
+
+def computing_dtype(module: nn.Module) -> torch.dtype | None:
+    """The dtype of most of a module's parameters: islands of float32 do not count.
+
+    None for a module that has none. Parameters are counted, not their values: those whose weights
+    are elsewhere at the moment have a dtype too.
+    """
+    found = Counter(p.dtype for p in module.parameters() if p.dtype in _COMPUTES_IN)
+    return found.most_common(1)[0][0] if found else None
+
+
+def cast_embeddings(batch: Req, dtype: torch.dtype | None) -> None:
+    """Give the batch its embeddings in ``dtype``; masks of whole numbers stay as they are."""
+    for name in (
+        "prompt_embeds",
+        "pooled_embeds",
+        "negative_prompt_embeds",
+        "neg_pooled_embeds",
+    ):
+        given = getattr(batch, name)
+        if any(in_dtype(entry, dtype) is not entry for entry in given):
+            setattr(batch, name, [in_dtype(entry, dtype) for entry in given])
+
+
+def in_dtype(value: Any, dtype: torch.dtype | None) -> Any:
+    """A tensor of floating-point numbers in ``dtype``; itself if it is that, or anything else."""
+    if dtype is None or not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return value.to(dtype)

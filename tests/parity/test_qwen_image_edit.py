@@ -109,5 +109,5 @@ def test_parity_at_the_published_areas(folder: Path, checkpoints: Path) -> None:
     with opened_runtime(root) as generator:
         measured = record_runtime(generator, case.family, case.request)
     inputs = expected.steps[0].branches[0].inputs
-    assert inputs["hidden_states"].shape[1] == 16 + 40 * 52, "832 x 1280 pixels, in tokens"
+    assert inputs["hidden_states"].shape[1] == 16 + 52 * 80, "832 x 1280 pixels, in tokens"
     assert not compare(measured, expected).broken

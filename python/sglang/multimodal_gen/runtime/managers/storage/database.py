@@ -168,8 +168,9 @@ class Database:
             yield connection
 
     def close(self) -> None:
-        """Let go of the connections."""
-        self.engine.dispose()
+        """Let go of the connections, once nobody is at work on the one that threads share."""
+        with self._one_at_a_time:
+            self.engine.dispose()
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:

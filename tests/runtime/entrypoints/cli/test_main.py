@@ -66,7 +66,7 @@ def test_no_command_is_a_mistake_that_shows_the_help(sglang):
 def test_an_unknown_command_is_answered_with_the_nearest(fails):
     assert fails("generat") == (
         "there is no command 'generat'. Did you mean 'generate'? "
-        "Known: generate, serve, replay, models, new-model, verify, version."
+        "Known: generate, serve, replay, bench, models, new-model, verify, plan, version."
     )
 
 

@@ -99,6 +99,8 @@ class QwenImageState:
 class QwenImagePipelineConfig(ImagePipelineConfig):
     """Qwen2.5-VL reads the prompt in a chat; guidance keeps the norm of its positive branch."""
 
+    pipeline_name: ClassVar[str | None] = "QwenImagePipeline"
+
     should_use_guidance: bool = False
     guidance_keeps_norm: bool = True
     vae_config: VAEConfig = field(default_factory=QwenImageVAEConfig)
@@ -185,6 +187,8 @@ class QwenImagePipelineConfig(ImagePipelineConfig):
 class QwenImageEditPipelineConfig(QwenImagePipelineConfig):
     """The language model sees the picture too; its latents stand behind those to make."""
 
+    pipeline_name: ClassVar[str | None] = "QwenImageEditPipeline"
+
     max_images: ClassVar[int | None] = 1
 
     task_type: ModelTaskType = ModelTaskType.I2I
@@ -211,6 +215,8 @@ class QwenImageEditPipelineConfig(QwenImagePipelineConfig):
 @dataclass
 class QwenImageEditPlusPipelineConfig(QwenImageEditPipelineConfig):
     """Several pictures, which the language model sees small."""
+
+    pipeline_name: ClassVar[str | None] = "QwenImageEditPlusPipeline"
 
     max_images: ClassVar[int | None] = None
 

@@ -23,8 +23,8 @@ ARRAY = np.random.default_rng(1).integers(0, 256, (24, 40, 3), dtype=np.uint8)
 SETTINGS = {"num_inference_steps": 2, "width": 40, "height": 24, "num_outputs_per_prompt": 4}
 
 
-def about(**parameters) -> ImageMetadata:
-    return ImageMetadata("a fox", 7, "demo", SETTINGS | parameters)
+def about(model="demo", **parameters) -> ImageMetadata:
+    return ImageMetadata("a fox", 7, model, SETTINGS | parameters)
 
 
 def written(path: Path, array=ARRAY, quality=95, **parameters) -> Path:
@@ -102,6 +102,8 @@ def test_what_cannot_be_made_again_is_said(fake, tmp_path, capsys):
     assert "made by the model 'demo'" in error(good, "--model-path", "other")
     assert main(["replay", good, "--model-path", "other", "--other-model"]) == 0
     assert main(["replay", good, "--model-path", "/models/demo/"]) == 0
+    named = str(written(tmp_path / "named.png", model="what-the-server-called-it"))
+    assert main(["replay", named, "--model-path", "demo"]) == 0
     assert "must be a whole number" in error(good, "--tolerance", "x")
     assert "--image-path" in error(str(written(tmp_path / "b.png", task_type="TI2I")))
     edit = str(written(tmp_path / "c.png", task_type="TI2I"))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 
@@ -159,3 +160,15 @@ def test_readers_see_whole_files_while_they_are_replaced(tmp_path):
         stack.callback(stop.set)
         for _ in range(100):
             assert folder.read("a.bin") in bodies
+
+
+def test_what_a_crash_left_half_written_goes_once_it_is_old(tmp_path):
+    folder = BlobFolder(str(tmp_path))
+    old, young, other = (tmp_path / n for n in (".91aa5f.tmp", ".77bb.tmp", ".mine.txt"))
+    for place in (old, young, other):
+        place.write_bytes(b"half")
+    an_hour_ago = time.time() - 3600
+    os.utime(old, (an_hour_ago, an_hour_ago))
+    os.utime(other, (an_hour_ago, an_hour_ago))
+    assert folder.remove_half_written() == 1
+    assert (old.exists(), young.exists(), other.exists()) == (False, True, True)

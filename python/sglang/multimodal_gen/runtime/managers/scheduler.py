@@ -354,7 +354,7 @@ class Scheduler:
         if isinstance(error, WorkerDied):
             self._recover(error)
         live = running.live
-        if self._problem is None and len(running.members) > 1:
+        if self._problem is None and live and len(running.members) > 1:
             logger.warning("a batch of %d requests failed; each runs alone", len(live))
             with self._changed:
                 self._alone.extend((member.ticket, member.part) for member in live)

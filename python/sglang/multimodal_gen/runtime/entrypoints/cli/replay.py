@@ -113,7 +113,7 @@ def _opened(recipe: Recipe, said: dict[str, Any], values: dict[str, Any]) -> Dif
     given = values.get("model_path")
     if given is None:
         values = values | {"model_path": recipe.model}
-    elif _short(given) != _short(recipe.model) and not said.get("other_model"):
+    elif _is_other(given, recipe.model) and not said.get("other_model"):
         raise UserError(
             f"{recipe.file} was made by the model {recipe.model!r}, and --model-path gives "
             f"{given!r}; add --other-model to compare them anyway"
@@ -129,6 +129,18 @@ def _opened(recipe: Recipe, said: dict[str, Any], values: dict[str, Any]) -> Dif
             f"{recipe.file} was made by the model {recipe.model!r}, which is not found under that "
             f"name; say where it is with --model-path. ({error})"
         ) from error
+
+
+def _is_other(given: str, recorded: str) -> bool:
+    """Whether another model than the recorded one is given. A name that leads nowhere by itself is
+    what a server called it: then the given place is believed."""
+    from sglang.multimodal_gen.runtime.loader.model_source import bundled_models, is_hub_id
+
+    if _short(given) == _short(recorded):
+        return False
+    return (
+        recorded in bundled_models() or is_hub_id(recorded) or Path(recorded).expanduser().exists()
+    )
 
 
 def _short(name: str) -> str:

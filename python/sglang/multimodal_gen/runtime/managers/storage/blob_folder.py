@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,19 @@ class BlobFolder:
         files = [str(entry["name"]).rpartition("/")[2] for entry in found
                  if entry["type"] == "file"]  # fmt: skip
         return [name for name in files if _NAME.fullmatch(name)]
+
+    def remove_half_written(self, older_than: float = 600.0) -> int:
+        """Remove what a crash left in the middle of a `write`, if that was so many seconds ago: a
+        younger one may be another server's that is being written. Returns how many those were."""
+        if not self.is_local:
+            return 0  # object stores show whole files only
+        gone = 0
+        for place in Path(self.root).glob(".*.tmp"):
+            with contextlib.suppress(OSError):
+                if time.time() - place.stat().st_mtime >= older_than:
+                    place.unlink()
+                    gone += 1
+        return gone
 
     @contextlib.contextmanager
     def _translated(self, action: str) -> Iterator[None]:

@@ -60,6 +60,7 @@ class CheckpointStore:
 
     def remove_orphans(self, unfinished: Callable[[], set[str]]) -> int:
         """Remove the states of all jobs but ``unfinished`` ones; how many that were."""
+        self.folder.remove_half_written()
         names = self.folder.names()  # before the records: a new state has its record already
         keep = unfinished()
         orphans = [name for name in names if name.partition("-")[0] not in keep]

@@ -84,6 +84,7 @@ class SharedFileStore:
 
     def remove_orphans(self) -> int:
         """Remove what no row tells of; how many files that were."""
+        self.folder.remove_half_written()
         names = set(self.folder.names())  # before the rows: a new file has its row already
         with self.database.read() as connection:
             known = set(connection.execute(select(files.c.name)).scalars())

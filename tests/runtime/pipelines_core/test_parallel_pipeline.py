@@ -205,7 +205,9 @@ def test_a_pipeline_without_a_denoiser_that_can_be_split_is_refused() -> None:
     modules = {"transformer": StubTransformer(), "vae": StubVAE()}
     with pytest.raises(InvalidArgument, match=r"transformer \(StubTransformer\) has no SP_PLAN"):
         Stub("", args, loaded_modules=modules, parallel=parallel)
-    with pytest.raises(InvalidArgument, match=r"no component of this pipeline \(vae\) is a trans"):
+    with pytest.raises(
+        InvalidArgument, match=r"no component of this pipeline \(vae\) is a denoiser"
+    ):
         Stub("", args, loaded_modules={"vae": StubVAE()}, parallel=parallel)
     built = Stub("", args, loaded_modules={"vae": StubVAE()})
     assert not built.stages

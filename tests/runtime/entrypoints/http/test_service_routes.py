@@ -184,7 +184,7 @@ def test_the_schema_names_every_route_with_examples_and_errors(shared):
         ("post", "/v1/images/generations"), ("post", "/v1/images/edits"), ("get", "/v1/models"),
         ("get", "/v1/models/{name}"), ("get", "/v1/jobs/{job_id}"),
         ("get", "/v1/jobs/{job_id}/content"), ("post", "/v1/jobs/{job_id}/cancel"),
-        ("get", "/v1/files/{file_id}"),
+        ("get", "/v1/jobs/{job_id}/events"), ("get", "/v1/files/{file_id}"),
         ("get", "/v1/loras"), ("post", "/v1/loras"), ("delete", "/v1/loras/{name}"),
         ("post", "/v1/videos"), ("get", "/v1/videos"), ("get", "/v1/videos/{video_id}"),
         ("delete", "/v1/videos/{video_id}"), ("get", "/v1/videos/{video_id}/content"),

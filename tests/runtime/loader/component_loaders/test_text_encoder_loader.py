@@ -262,7 +262,7 @@ def test_an_encoder_that_does_not_divide_is_spread_over_fewer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _save(_clip(), tmp_path)
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="sglang")
     loaded = _spread(tmp_path, "CLIPTextModel", {"weights": 8, "ulysses x tp": 4, "tp": 2})
     attention = loaded.module.encoder.layers[0].self_attn
     assert attention.q_proj.weight.shape == (8, 16)

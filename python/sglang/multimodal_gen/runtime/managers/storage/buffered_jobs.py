@@ -71,20 +71,24 @@ class BufferedJobStore:
     ) -> JobRecord | None:
         """Change fields at once, together with what waited."""
         with self._lock:
-            _, later = self._later.pop(job_id, (None, {}))
+            waiting = self._later.get(job_id)
+            _, later = waiting or (None, {})
             unsaved = self._unsaved.get(job_id)
             if unsaved is not None:
                 if unsaved.final:
                     return None
                 unsaved = dataclasses.replace(unsaved, **later | changes)
                 self._unsaved[job_id] = unsaved
+                self._later.pop(job_id, None)
                 return unsaved
         try:
-            return self.inner.update(job_id, only_if_owner=only_if_owner, **later | changes)
+            record = self.inner.update(job_id, only_if_owner=only_if_owner, **later | changes)
         except StoreUnavailable:
             with self._lock:
                 self._later[job_id] = (only_if_owner, later | changes)
             raise
+        self._written(job_id, waiting)
+        return record
 
     def update_later(
         self, job_id: str, *, only_if_owner: str | None = None, **changes: Any
@@ -97,20 +101,21 @@ class BufferedJobStore:
     def flush(self) -> None:
         """Write what waits; what cannot be written waits on."""
         with self._lock:
-            later, self._later = self._later, {}
+            later = dict(self._later)
             unsaved = list(self._unsaved.values())
-        try:
-            for record in unsaved:
-                self._save(record)
-            while later:
-                job_id, (owner, changes) = next(iter(later.items()))
-                self.inner.update(job_id, only_if_owner=owner, **changes)
-                del later[job_id]
-        finally:
-            with self._lock:
-                for job_id, (owner, changes) in later.items():
-                    _, newer = self._later.get(job_id, (owner, {}))
-                    self._later[job_id] = (owner, changes | newer)
+        for record in unsaved:
+            self._save(record)
+        for job_id, waiting in later.items():
+            owner, changes = waiting
+            self.inner.update(job_id, only_if_owner=owner, **changes)
+            self._written(job_id, waiting)
+
+    def _written(self, job_id: str, waiting: tuple[str | None, dict[str, Any]] | None) -> None:
+        """What waited is in the database. Until now it was read from here, and nobody saw an older
+        state in between; what came since waits on."""
+        with self._lock:
+            if waiting is not None and self._later.get(job_id) is waiting:
+                del self._later[job_id]
 
     def delete(self, job_id: str) -> bool:
         """Forget a record."""

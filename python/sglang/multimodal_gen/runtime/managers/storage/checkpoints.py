@@ -92,13 +92,18 @@ class CheckpointStore:
                 self.written += 1
             except OutputError as error:  # a full disk costs the state, not the job
                 logger.warning("a job's state was not kept: %s", error)
-            with self._changed:
-                dropped = name in self._dropped
-                self._dropped.discard(name)
-                self._busy = None
-                self._changed.notify_all()
-            if dropped:
+            while not self._done_with(name):
                 self.folder.delete(name)
+
+    def _done_with(self, name: str) -> bool:
+        """Whether a written state may stay; if it was dropped meanwhile, it is to be deleted."""
+        with self._changed:
+            if name in self._dropped:
+                self._dropped.discard(name)
+                return False
+            self._busy = None
+            self._changed.notify_all()
+            return True
 
 
 def _name(job_id: str, part: int) -> str:

@@ -61,6 +61,23 @@ def first_frame(live: Live, video_id: str) -> np.ndarray:
         return next(container.decode(video=0)).to_ndarray(format="rgb24")
 
 
+def shown_small(page: Any, width: int, height: int) -> list[int]:
+    """The colour in the middle of the newest work's small picture, which has a given size."""
+    image = page.locator(".gallery .work img").first
+    page.wait_for_function("image => image.complete", arg=image.element_handle())
+    *size, red, green, blue, alpha = image.evaluate(
+        """image => {
+          const { naturalWidth: width, naturalHeight: height } = image;
+          const canvas = Object.assign(document.createElement("canvas"), { width, height });
+          const context = canvas.getContext("2d");
+          context.drawImage(image, 0, 0);
+          return [width, height, ...context.getImageData(width / 2, height / 2, 1, 1).data];
+        }"""
+    )
+    assert (size, alpha) == ([width, height], 255)
+    return [red, green, blue]
+
+
 def idle(live: Live) -> bool:
     """Whether the server has nothing left to do, soon."""
     deadline = time.perf_counter() + 5
@@ -112,7 +129,9 @@ def test_a_video_is_a_job_with_progress_and_then_plays(browser, studio):
         assert [int(work["seed"])] == video["seeds"]
         file = studio.http.get(f"/v1/videos/{video['id']}/content").content
         assert work["bytes"] == len(file)
-        assert page.locator(".gallery .work img").evaluate("node => node.naturalWidth") == 64
+        assert shown_small(page, 64, 48) == pytest.approx(
+            first_frame(studio, video["id"])[24, 32].tolist(), abs=24
+        )
         plays(page)
 
 

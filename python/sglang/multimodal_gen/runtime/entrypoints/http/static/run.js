@@ -85,7 +85,7 @@ export class Run {
     const work = {
       id: `${this.jobId}-${index}`, created: Date.now() + index / 1000, model: this.card.id, prompt: this.values.prompt || "", blob,
       settings: { ...plain(this.values), n: 1, seed: facts.seed === undefined ? undefined : String(facts.seed) },
-      thumb: await thumbnail(blob), took: (Date.now() - this.created) / 1000, ...facts,
+      took: (Date.now() - this.created) / 1000, ...facts, thumb: await (facts.thumb || thumbnail(blob)),
     };
     this.works.push(work);
     this.show(index, blob);
@@ -151,10 +151,11 @@ export class VideoRun extends Run {
       if (job?.status === "cancelled") return void this.to("cancelled");
       if (job?.status !== "completed") throw new ApiError(404, { message: "The video's record has expired." });
       for (const [index, { seed, width, height }] of job.results.entries()) {
-        const response = await request(`v1/videos/${id}/content${index ? `?index=${index}` : ""}`);
-        const blob = await response.blob();
+        const content = (more = "") => request(`v1/videos/${id}/content?index=${index}${more}`).then((response) => response.blob());
+        const blob = await content();
+        const thumb = content("&variant=thumbnail").catch(() => null); // the first frame, which a browser may draw as nothing
         const kind = blob.type.startsWith("video/") ? "video" : "image"; // GIF and WebP move by themselves
-        await this.made(index, blob, { kind, seed, size: `${width}x${height}`, format: formatOf(blob), warnings: job.warnings });
+        await this.made(index, blob, { kind, seed, thumb, size: `${width}x${height}`, format: formatOf(blob), warnings: job.warnings });
       }
     } finally {
       if (this.over || !this.aborting.signal.aborted) await store.jobs.remove(this.jobId);

@@ -391,16 +391,16 @@ def test_a_download_has_a_name_that_says_what_it_is(open_page):
 
 def test_it_waits_for_a_model_that_loads(browser, description):
     """CB-073"""
-    from runtime.entrypoints.http.conftest import running
+    from runtime.entrypoints.http.conftest import FLAGS, running
     from sglang.multimodal_gen.runtime.entrypoints.http.opening import service_of
     from sglang.multimodal_gen.runtime.server_args.serving import ServingArgs
 
     go, runner = threading.Event(), SlowRunner()
-    serving = ServingArgs.from_flat(port=0)
+    serving = ServingArgs.from_flat(**FLAGS)
 
-    def slowly(_):
+    def slowly(kept):
         go.wait(20)
-        return service_of(description, runner, serving)
+        return service_of(description, runner, serving, kept)
 
     with (
         running(slowly, serving, runner) as live,

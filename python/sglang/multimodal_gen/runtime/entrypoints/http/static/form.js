@@ -104,7 +104,7 @@ export class Form {
   }
 
   countField() {
-    return make.sliderField("n", LABELS.n, { min: 1, soft: this.card.limits.images, help: "Picture k has seed + k." });
+    return make.sliderField("n", LABELS.n, { min: 1, soft: this.card.limits.images, help: "Output k has seed + k." });
   }
 
   secondsField() {

@@ -53,8 +53,12 @@ export class Run {
     if (this.over) return;
     this.to("cancelled");
     const id = this.jobId;
-    if (id) await request(`v1/jobs/${encodeURIComponent(id)}/cancel`, { method: "POST" }).catch(() => {});
+    if (id) await this.stop(id);
     this.aborting.abort();
+  }
+
+  async stop(id) {
+    await request(`v1/jobs/${encodeURIComponent(id)}/cancel`, { method: "POST" }).catch(() => {});
   }
 
   to(state) {
@@ -81,7 +85,7 @@ export class Run {
     const work = {
       id: `${this.jobId}-${index}`, created: Date.now() + index / 1000, model: this.card.id, prompt: this.values.prompt || "", blob,
       settings: { ...plain(this.values), n: 1, seed: facts.seed === undefined ? undefined : String(facts.seed) },
-      thumb: await thumbnail(blob), took: (Date.now() - this.created) / 1000, ...facts,
+      took: (Date.now() - this.created) / 1000, ...facts, thumb: await (facts.thumb || thumbnail(blob)),
     };
     this.works.push(work);
     this.show(index, blob);
@@ -138,6 +142,7 @@ export class VideoRun extends Run {
 
   async work() {
     if (!this.jobId) await this.begin();
+    if (this.over) return;
     const id = encodeURIComponent(this.jobId);
     let job = null;
     try {
@@ -145,25 +150,27 @@ export class VideoRun extends Run {
       if (job?.status === "failed") throw new ApiError(500, job.error || {});
       if (job?.status === "cancelled") return void this.to("cancelled");
       if (job?.status !== "completed") throw new ApiError(404, { message: "The video's record has expired." });
-      for (const [index, { seed }] of job.results.entries()) {
-        const response = await request(`v1/videos/${id}/content${index ? `?index=${index}` : ""}`);
-        const blob = await response.blob();
+      for (const [index, { seed, width, height }] of job.results.entries()) {
+        const content = (more = "") => request(`v1/videos/${id}/content?index=${index}${more}`).then((response) => response.blob());
+        const blob = await content();
+        const thumb = content("&variant=thumbnail").catch(() => null); // the first frame, which a browser may draw as nothing
         const kind = blob.type.startsWith("video/") ? "video" : "image"; // GIF and WebP move by themselves
-        await this.made(index, blob, { kind, seed, size: this.values.size, format: formatOf(blob), warnings: job.warnings });
+        await this.made(index, blob, { kind, seed, thumb, size: `${width}x${height}`, format: formatOf(blob), warnings: job.warnings });
       }
     } finally {
       if (this.over || !this.aborting.signal.aborted) await store.jobs.remove(this.jobId);
     }
   }
 
+  /** Send it. A cancel does not break this off: the server may have it already, and stops it by its id alone. */
   async begin() {
     const { body, image, video } = this.body();
-    const { signal } = this.aborting;
     const begun = image || video
-      ? await getJson("v1/videos", { method: "POST", form: multipart(body, { input_reference: image, video }), signal })
-      : await getJson("v1/videos", { method: "POST", json: body, signal });
+      ? await getJson("v1/videos", { method: "POST", form: multipart(body, { input_reference: image, video }) })
+      : await getJson("v1/videos", { method: "POST", json: body });
     this.jobId = begun.id;
-    await store.jobs.keep({ id: this.jobId, model: this.card.id, values: plain(this.values), created: this.created });
+    if (this.over) await this.stop(begun.id);
+    else await store.jobs.keep({ id: begun.id, model: this.card.id, values: plain(this.values), created: this.created });
   }
 
   async cancel() {

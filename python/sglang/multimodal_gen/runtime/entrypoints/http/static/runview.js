@@ -51,7 +51,7 @@ export class RunView {
     const [width, height] = (run.values.size || "1x1").split("x").map(Number);
     this.tiles.dataset.count = String(Math.min(run.count, 4));
     this.tiles.replaceChildren(...Array.from({ length: run.count }, (_, index) => {
-      const tile = el("button", { type: "button", className: "tile", disabled: true, "aria-label": `Picture ${index + 1}, not there yet` },
+      const tile = el("button", { type: "button", className: "tile", disabled: true, "aria-label": `Output ${index + 1}, not there yet` },
         el("span", { className: "shimmer" }));
       tile.style.aspectRatio = `${width} / ${height}`;
       return tile;

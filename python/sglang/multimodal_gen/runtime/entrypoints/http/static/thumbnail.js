@@ -2,34 +2,14 @@
 
 const EDGE = 360;
 
-/** A small picture of a picture, or of a video's first frame; null where neither can be read. */
+/** A small picture of a picture; null where it cannot be read. */
 export async function thumbnail(blob) {
   try {
-    return blob.type.startsWith("video/") ? await ofVideo(blob) : await ofImage(blob);
+    const bitmap = await createImageBitmap(blob);
+    if (Math.max(bitmap.width, bitmap.height) <= EDGE) return blob;
+    return await drawn(bitmap, bitmap.width, bitmap.height);
   } catch {
     return null;
-  }
-}
-
-async function ofImage(blob) {
-  const bitmap = await createImageBitmap(blob);
-  if (Math.max(bitmap.width, bitmap.height) <= EDGE) return blob;
-  return drawn(bitmap, bitmap.width, bitmap.height);
-}
-
-async function ofVideo(blob) {
-  const video = document.createElement("video");
-  video.muted = true;
-  video.src = URL.createObjectURL(blob);
-  try {
-    await new Promise((resolve, reject) => {
-      video.onloadeddata = resolve;
-      video.onerror = () => reject(new Error("no video"));
-      setTimeout(() => reject(new Error("too slow")), 5000);
-    });
-    return await drawn(video, video.videoWidth, video.videoHeight);
-  } finally {
-    URL.revokeObjectURL(video.src);
   }
 }
 

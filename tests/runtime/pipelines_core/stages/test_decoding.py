@@ -125,7 +125,7 @@ def test_a_fault_on_one_rank_is_an_error_on_all(folder):
         "OutOfMemory"
     ]
     assert [result.get("error") for result in second[:3]] == ["NonFiniteOutput"] * 2 + [
-        "InternalError"
+        "FollowsFailure"
     ]
     assert len(first[3]["output"]) == 2, "and the next request is served"
 

@@ -20,7 +20,7 @@ from runtime.entrypoints.http.test_image_edits import FIELDS, Looking
 from runtime.managers.test_webhooks import SECRET, Receiver
 from sglang.multimodal_gen.runtime.entrypoints.http.app import sweep
 from sglang.multimodal_gen.runtime.managers.job_keeper import JobKeeper
-from sglang.multimodal_gen.runtime.utils.errors import InternalError
+from sglang.multimodal_gen.runtime.utils.errors import InternalError, QueueFull
 
 ASYNC = {"prefer": "respond-async"}
 FINAL = ("completed", "failed", "cancelled")
@@ -176,6 +176,44 @@ def test_a_client_that_comes_back_with_its_key_finds_its_work_going_on(durable):
     reply = live.openai().images.generate(**options)
     assert len(live.runner.batches) == 1
     assert Image.open(io.BytesIO(base64.b64decode(reply.data[0].b64_json))).size == (6, 4)
+
+
+def test_who_comes_with_the_key_of_a_request_that_is_refused_is_refused_too(durable, monkeypatch):
+    live, other = durable(), durable()
+    key = {"idempotency-key": "k"}
+    entered, attached, refuse = threading.Event(), threading.Semaphore(0), threading.Event()
+
+    def full(*args, **kwargs):
+        entered.set()
+        refuse.wait(20)
+        raise QueueFull("as many wait as may", retry_after=7)
+
+    def tell(service):
+        attach = service.attach
+
+        def telling(record):
+            job = attach(record)
+            attached.release()
+            return job
+
+        monkeypatch.setattr(service, "attach", telling)
+
+    tell(live.service)
+    tell(other.service)
+    with monkeypatch.context() as patched, ThreadPoolExecutor(3) as pool:
+        patched.setattr(live.service.scheduler, "submit", full)
+        first = pool.submit(post, live, headers=key)
+        assert entered.wait(10)
+        second = pool.submit(post, live, headers=key)
+        elsewhere = pool.submit(post, other, headers=key)
+        for _ in range(2):
+            assert attached.acquire(timeout=10)
+        refuse.set()
+        for reply in (first.result(), second.result()):
+            assert live.refusal(reply, 429)["code"] == "queue_full"
+            assert reply.headers["retry-after"] == "7"
+        assert other.refusal(elsewhere.result(), 503)["code"] == "unavailable"
+    assert post(live, headers=key).status_code == 200
 
 
 # Edits.

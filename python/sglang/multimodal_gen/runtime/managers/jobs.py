@@ -88,6 +88,14 @@ class JobStore(Protocol):
         """
         ...
 
+    def find(self, key: IdempotencyKey) -> JobRecord | None:
+        """The record that came before under a key; None where there is none (any more).
+
+        Raises:
+            KeyReused: the key came before with another request.
+        """
+        ...
+
     def get(self, job_id: str) -> JobRecord | None:
         """The record of an id; None where there is none (any more)."""
         ...

@@ -146,6 +146,9 @@ class GenerationService:
             OutputError: an input cannot be stored.
             QueueFull, RateLimited, Unavailable: not now.
         """
+        known = None if order.key is None else self.jobs.find(order.key)
+        if known is not None:
+            return self.attach(known)  # it was admitted and paid for
         parts = self.admitted(order)
         book = charge(parts)
         job_id = uuid.uuid4().hex

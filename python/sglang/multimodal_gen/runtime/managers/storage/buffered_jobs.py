@@ -40,6 +40,10 @@ class BufferedJobStore:
                 self._unsaved[record.id] = record
             return record
 
+    def find(self, key: IdempotencyKey) -> JobRecord | None:
+        """The record that came before under a key."""
+        return self.inner.find(key)
+
     def get(self, job_id: str) -> JobRecord | None:
         """The record of an id, with what was not written yet."""
         with self._lock:

@@ -45,14 +45,29 @@ class SqlJobStore:
                 connection.execute(insert(jobs), _row(record))
             return record
         for _ in range(2):
-            before = self._before(key)
+            before = self.find(key)
             if before is not None:
                 return before
             if self._add_with_key(record, key):
                 return record
-        before = self._before(key)
+        before = self.find(key)
         assert before is not None, "the key is taken, and nobody has it"
         return before
+
+    def find(self, key: IdempotencyKey) -> JobRecord | None:
+        """The record that came before under a key."""
+        same = and_(idempotency_keys.c.scope == key.scope, idempotency_keys.c.key == key.key)
+        with self.database.read() as connection:
+            known = connection.execute(select(idempotency_keys).where(same)).mappings().first()
+            if known is None:
+                return None
+            record = _read(connection, known["job_id"])
+        if known["fingerprint"] != key.fingerprint:
+            raise KeyReused(
+                "Idempotency-Key: this key came before with another request; use a new key for "
+                "each request"
+            )
+        return record
 
     def get(self, job_id: str) -> JobRecord | None:
         """The record of an id."""
@@ -178,20 +193,6 @@ class SqlJobStore:
     def __len__(self) -> int:
         with self.database.read() as connection:
             return len(connection.execute(select(jobs.c.id)).all())
-
-    def _before(self, key: IdempotencyKey) -> JobRecord | None:
-        same = and_(idempotency_keys.c.scope == key.scope, idempotency_keys.c.key == key.key)
-        with self.database.read() as connection:
-            known = connection.execute(select(idempotency_keys).where(same)).mappings().first()
-            if known is None:
-                return None
-            record = _read(connection, known["job_id"])
-        if known["fingerprint"] != key.fingerprint:
-            raise KeyReused(
-                "Idempotency-Key: this key came before with another request; use a new key for "
-                "each request"
-            )
-        return record
 
     def _add_with_key(self, record: JobRecord, key: IdempotencyKey) -> bool:
         row = dataclasses.asdict(key) | {"job_id": record.id}

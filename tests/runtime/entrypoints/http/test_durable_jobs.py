@@ -20,7 +20,11 @@ from runtime.entrypoints.http.test_image_edits import FIELDS, Looking
 from runtime.managers.test_webhooks import SECRET, Receiver
 from sglang.multimodal_gen.runtime.entrypoints.http.app import sweep
 from sglang.multimodal_gen.runtime.managers.job_keeper import JobKeeper
-from sglang.multimodal_gen.runtime.utils.errors import InternalError, QueueFull
+from sglang.multimodal_gen.runtime.utils.errors import (
+    InternalError,
+    QueueFull,
+    StoreUnavailable,
+)
 
 ASYNC = {"prefer": "respond-async"}
 FINAL = ("completed", "failed", "cancelled")
@@ -214,6 +218,25 @@ def test_who_comes_with_the_key_of_a_request_that_is_refused_is_refused_too(dura
             assert reply.headers["retry-after"] == "7"
         assert other.refusal(elsewhere.result(), 503)["code"] == "unavailable"
     assert post(live, headers=key).status_code == 200
+
+
+def test_a_job_whose_result_the_locked_database_refused_is_made_again(durable, monkeypatch):
+    live = durable()
+    key = {"idempotency-key": "k"}
+    database = live.storage.files.database
+
+    class Locked:
+        def write(self):
+            monkeypatch.setattr(live.storage.files, "database", database)
+            raise StoreUnavailable("database is locked")
+
+    monkeypatch.setattr(live.storage.files, "database", Locked())
+    assert live.refusal(post(live, headers=key), 503)["code"] == "unavailable"
+    reply = post(live, headers=key)
+    assert reply.status_code == 200, reply.text
+    record = until_final(live, reply.json()["id"])
+    assert (record["status"], record["error"], record["attempts"]) == ("completed", None, 2)
+    assert len(live.runner.batches) == 2
 
 
 # Edits.

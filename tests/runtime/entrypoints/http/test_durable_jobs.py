@@ -315,6 +315,33 @@ def test_a_deadline_goes_on_while_no_server_is_there(durable, tmp_path):
     assert (record["status"], record["error"]["code"]) == ("failed", "deadline_exceeded")
 
 
+def test_any_server_ends_what_nobody_has_of_another_model(durable):
+    """No server of that model may ever come: cancels and deadlines hold all the same."""
+    live = durable()
+    post(live)
+    ids = ("cancelled", "late", "waits", "held")
+    (known,) = live.storage.records.list()
+    for job_id in ids:
+        held = job_id == "held"
+        live.storage.records.add(
+            dataclasses.replace(
+                known, id=job_id, model="another", status="in_progress", completed_at=None,
+                expires_at=None, results=(), cancel_requested=held, owner="gone",
+                lease_until=time.time() + (100 if held else -1),
+                deadline=time.time() - 1 if job_id == "late" else None,
+            )
+        )  # fmt: skip
+    live.http.post("/v1/jobs/cancelled/cancel")
+    assert until_final(live, "cancelled")["status"] == "cancelled"
+    record = until_final(live, "late")
+    assert (record["status"], record["error"]["code"]) == ("failed", "deadline_exceeded")
+    assert record["expires_at"] is not None
+    JobKeeper(live.service).tick()
+    waiting, held = (live.storage.records.get(job_id) for job_id in ("waits", "held"))
+    assert (waiting.status, waiting.model) == ("queued", "another")
+    assert (held.status, held.owner) == ("in_progress", "gone")  # its own server will
+
+
 def test_finished_parts_are_not_made_again(durable):
     """A job of several batches that is taken over goes on after those whose outputs are kept."""
     runner = SlowRunner(step_seconds=0.6)

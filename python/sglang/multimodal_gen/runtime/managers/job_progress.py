@@ -113,6 +113,10 @@ class JobProgress:
         self.started_at = self.places.clock()
         self._later(status="in_progress", started_at=self.started_at)
 
+    def shown_again(self) -> None:
+        """Its record says that it waits, and it runs."""
+        self._later(status="in_progress")
+
     def progressed(self, fraction: float) -> None:
         """How much is done."""
         percent = min(99, int(100 * fraction))

@@ -150,6 +150,14 @@ class JobStore(Protocol):
         """
         ...
 
+    def claim_ended(
+        self, owner: str, now: float, lease_until: float
+    ) -> builtins.list[JobRecord]:
+        """Take over work of any model that nobody has and nobody is to do any more: it was
+        cancelled, or its deadline is over. What else nobody has is queued from then on.
+        """
+        ...
+
     def renew(self, owner: str, lease_until: float) -> builtins.list[JobRecord]:
         """Say that a server is still there; its unfinished records, as they are now."""
         ...

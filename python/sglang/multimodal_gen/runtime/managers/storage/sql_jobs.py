@@ -9,7 +9,18 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Connection, and_, delete, insert, literal, or_, select, tuple_, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    and_,
+    delete,
+    insert,
+    literal,
+    or_,
+    select,
+    tuple_,
+    update,
+)
 from sqlalchemy.exc import IntegrityError
 
 from sglang.multimodal_gen.runtime.managers.jobs import FINAL, IdempotencyKey, JobRecord
@@ -150,11 +161,26 @@ class SqlJobStore:
         """Take over unfinished work that nobody has."""
         if limit <= 0:
             return []
-        free = and_(
-            jobs.c.model == model,
-            jobs.c.status.in_(_UNFINISHED),
-            or_(jobs.c.owner.is_(None), jobs.c.lease_until < now),
-        )
+        return self._take(and_(jobs.c.model == model, _free(now)), owner, lease_until, limit)
+
+    def claim_ended(
+        self, owner: str, now: float, lease_until: float
+    ) -> builtins.list[JobRecord]:
+        """Take over what nobody has and nobody is to do; show as queued what else nobody has."""
+        over = or_(jobs.c.cancel_requested.is_(True), jobs.c.deadline <= now)
+        ended = self._take(and_(_free(now), over), owner, lease_until, _SWEPT_AT_ONCE)
+        left = and_(_free(now), jobs.c.status == "in_progress")
+        with self.database.read() as connection:
+            some = connection.execute(select(jobs.c.id).where(left).limit(1)).first()
+        if some is not None:
+            with self.database.write() as connection:
+                connection.execute(update(jobs).where(left).values(status="queued"))
+        return ended
+
+    def _take(
+        self, free: ColumnElement[bool], owner: str, lease_until: float, limit: int
+    ) -> builtins.list[JobRecord]:
+        """Those of ``free`` that this owner gets before another."""
         found = select(jobs.c.id).where(free).order_by(jobs.c.created_at, jobs.c.id).limit(limit)
         with self.database.read() as connection:
             ids = connection.execute(found).scalars().all()
@@ -215,6 +241,12 @@ class SqlJobStore:
             query = query.offset(self.max_finished).limit(_SWEPT_AT_ONCE)
             gone += [_record(row) for row in connection.execute(query).mappings()]
         return gone
+
+
+def _free(now: float) -> ColumnElement[bool]:
+    """Unfinished, and nobody's."""
+    nobodys = or_(jobs.c.owner.is_(None), jobs.c.lease_until < now)
+    return and_(jobs.c.status.in_(_UNFINISHED), nobodys)
 
 
 _FIELDS = {f.name for f in dataclasses.fields(JobRecord)}

@@ -20,6 +20,7 @@ from runtime.entrypoints.http.test_image_edits import FIELDS, Looking
 from runtime.managers.test_webhooks import SECRET, Receiver
 from sglang.multimodal_gen.runtime.entrypoints.http.app import sweep
 from sglang.multimodal_gen.runtime.managers.job_keeper import JobKeeper
+from sglang.multimodal_gen.runtime.managers.storage import database
 from sglang.multimodal_gen.runtime.utils.errors import (
     InternalError,
     QueueFull,
@@ -223,11 +224,11 @@ def test_who_comes_with_the_key_of_a_request_that_is_refused_is_refused_too(dura
 def test_a_job_whose_result_the_locked_database_refused_is_made_again(durable, monkeypatch):
     live = durable()
     key = {"idempotency-key": "k"}
-    database = live.storage.files.database
+    whole = live.storage.files.database
 
     class Locked:
         def write(self):
-            monkeypatch.setattr(live.storage.files, "database", database)
+            monkeypatch.setattr(live.storage.files, "database", whole)
             raise StoreUnavailable("database is locked")
 
     monkeypatch.setattr(live.storage.files, "database", Locked())
@@ -237,6 +238,28 @@ def test_a_job_whose_result_the_locked_database_refused_is_made_again(durable, m
     record = until_final(live, reply.json()["id"])
     assert (record["status"], record["error"], record["attempts"]) == ("completed", None, 2)
     assert len(live.runner.batches) == 2
+
+
+def test_plain_requests_are_served_while_the_database_is_locked(durable, tmp_path, monkeypatch):
+    monkeypatch.setattr(database, "_BUSY_SECONDS", 0.3)
+    live = durable()
+    other = sqlite3.connect(tmp_path / "state" / "jobs.sqlite3", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    began = time.monotonic()
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda _: live.generate(), range(12)))
+        assert {reply.status_code for reply in replies} == {200}
+        refused = list(pool.map(lambda n: post(live, seed=n), range(12)))
+        assert {reply.status_code for reply in refused} == {503}
+    assert time.monotonic() - began < 3  # each writer's own wait were 14 seconds
+    other.rollback()
+    other.close()
+    deadline = time.monotonic() + 10
+    while post(live).status_code != 202:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    job_id = replies[0].json()["id"]
+    assert live.http.get(f"/v1/jobs/{job_id}").json()["status"] == "completed"
 
 
 # Edits.

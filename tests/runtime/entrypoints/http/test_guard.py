@@ -215,9 +215,7 @@ def test_a_repeat_under_a_key_costs_nothing(start):
 
     def post(key, **more):
         body = {"prompt": "a fox", "seed": 3} | SMALL | more
-        return live.http.post(
-            "/v1/images/generations", json=body, headers={"idempotency-key": key}
-        )
+        return live.http.post("/v1/images/generations", json=body, headers={"idempotency-key": key})
 
     first = post("k")
     assert first.status_code == 200

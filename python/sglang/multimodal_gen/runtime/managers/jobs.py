@@ -150,9 +150,7 @@ class JobStore(Protocol):
         """
         ...
 
-    def claim_ended(
-        self, owner: str, now: float, lease_until: float
-    ) -> builtins.list[JobRecord]:
+    def claim_ended(self, owner: str, now: float, lease_until: float) -> builtins.list[JobRecord]:
         """Take over work of any model that nobody has and nobody is to do any more: it was
         cancelled, or its deadline is over. What else nobody has is queued from then on.
         """

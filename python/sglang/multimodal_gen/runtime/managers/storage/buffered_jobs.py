@@ -141,9 +141,7 @@ class BufferedJobStore:
         """Take over unfinished work that nobody has."""
         return self.inner.claim(owner, model, now, lease_until, limit)
 
-    def claim_ended(
-        self, owner: str, now: float, lease_until: float
-    ) -> builtins.list[JobRecord]:
+    def claim_ended(self, owner: str, now: float, lease_until: float) -> builtins.list[JobRecord]:
         """Take over what nobody has and nobody is to do."""
         return self.inner.claim_ended(owner, now, lease_until)
 

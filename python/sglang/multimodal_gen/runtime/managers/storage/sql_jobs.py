@@ -163,9 +163,7 @@ class SqlJobStore:
             return []
         return self._take(and_(jobs.c.model == model, _free(now)), owner, lease_until, limit)
 
-    def claim_ended(
-        self, owner: str, now: float, lease_until: float
-    ) -> builtins.list[JobRecord]:
+    def claim_ended(self, owner: str, now: float, lease_until: float) -> builtins.list[JobRecord]:
         """Take over what nobody has and nobody is to do; show as queued what else nobody has."""
         over = or_(jobs.c.cancel_requested.is_(True), jobs.c.deadline <= now)
         ended = self._take(and_(_free(now), over), owner, lease_until, _SWEPT_AT_ONCE)

@@ -262,6 +262,43 @@ def test_plain_requests_are_served_while_the_database_is_locked(durable, tmp_pat
     assert live.http.get(f"/v1/jobs/{job_id}").json()["status"] == "completed"
 
 
+def test_a_key_ends_with_the_pictures_that_it_stands_for(durable, tmp_path):
+    live = durable(file_ttl=1.0, job_ttl=600.0)
+    key = {"idempotency-key": "k"}
+    body = {"seed": None, "response_format": "url"}
+    first = post(live, headers=key, **body).json()
+    assert live.http.get(first["data"][0]["url"]).status_code == 200
+    time.sleep(1.1)  # expired, swept or not
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda _: post(live, headers=key, **body), range(4)))
+    assert {reply.status_code for reply in replies} == {200}
+    (second,) = {reply.json()["id"] for reply in replies}  # made again, once
+    assert second != first["id"]
+    assert live.http.get(replies[0].json()["data"][0]["url"]).status_code == 200
+    assert len(live.runner.batches) == 2
+    assert live.http.get(f"/v1/jobs/{first['id']}").json()["status"] == "completed"
+    time.sleep(1.1)
+    assert post(live, headers=key, seed=4).status_code == 200  # no key, no other request
+
+
+def test_a_link_is_never_to_a_picture_that_is_gone(durable, monkeypatch):
+    live = durable()
+    key = {"idempotency-key": "k"}
+    attach = live.service.attach
+
+    def lose(record):
+        live.storage.files.delete(record.results[0]["file_id"])  # after the key was looked up
+        return attach(record)
+
+    for form in ("url", "b64_json"):
+        monkeypatch.undo()
+        assert post(live, headers=key, response_format=form).status_code == 200
+        monkeypatch.setattr(live.service, "attach", lose)
+        message = live.refusal(post(live, headers=key, response_format=form), 404)["message"]
+        assert "not stored any more" in message
+        key = {"idempotency-key": "k2"}
+
+
 # Edits.
 
 

@@ -56,6 +56,10 @@ class JobRecord:
     client: str | None = field(default_factory=current_client)
     """Whose it is, where clients have keys (`visit`)."""
 
+    def files_gone(self, now: float) -> bool:
+        """Whether any of what it made has expired."""
+        return any(result.get("expires_at", now + 1) <= now for result in self.results)
+
     @property
     def final(self) -> bool:
         """Whether nothing more will happen to it."""
@@ -88,8 +92,10 @@ class JobStore(Protocol):
         """
         ...
 
-    def find(self, key: IdempotencyKey) -> JobRecord | None:
+    def find(self, key: IdempotencyKey, now: float) -> JobRecord | None:
         """The record that came before under a key; None where there is none (any more).
+
+        A key ends with the first of the files that it stands for.
 
         Raises:
             KeyReused: the key came before with another request.

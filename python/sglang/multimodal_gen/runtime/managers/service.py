@@ -146,7 +146,7 @@ class GenerationService:
             OutputError: an input cannot be stored.
             QueueFull, RateLimited, Unavailable: not now.
         """
-        known = None if order.key is None else self.jobs.find(order.key)
+        known = None if order.key is None else self.jobs.find(order.key, self.clock())
         if known is not None:
             return self.attach(known)  # it was admitted and paid for
         parts = self.admitted(order)

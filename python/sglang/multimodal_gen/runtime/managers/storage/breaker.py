@@ -23,7 +23,7 @@ class Breaker:
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[bool]:
-        """Around the whole attempt, the wait for its turn too; whether this is the one that tries again.
+        """Around an attempt and its wait for a turn; whether it is the one that tries again.
 
         Raises:
             StoreUnavailable: it failed a moment ago, or one that tries again is at it.

@@ -40,9 +40,9 @@ class BufferedJobStore:
                 self._unsaved[record.id] = record
             return record
 
-    def find(self, key: IdempotencyKey) -> JobRecord | None:
+    def find(self, key: IdempotencyKey, now: float) -> JobRecord | None:
         """The record that came before under a key."""
-        return self.inner.find(key)
+        return self.inner.find(key, now)
 
     def get(self, job_id: str) -> JobRecord | None:
         """The record of an id, with what was not written yet."""

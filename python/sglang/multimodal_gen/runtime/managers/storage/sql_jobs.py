@@ -56,16 +56,16 @@ class SqlJobStore:
                 connection.execute(insert(jobs), _row(record))
             return record
         for _ in range(2):
-            before = self.find(key)
+            before = self.find(key, record.created_at)
             if before is not None:
                 return before
             if self._add_with_key(record, key):
                 return record
-        before = self.find(key)
+        before = self.find(key, record.created_at)
         assert before is not None, "the key is taken, and nobody has it"
         return before
 
-    def find(self, key: IdempotencyKey) -> JobRecord | None:
+    def find(self, key: IdempotencyKey, now: float) -> JobRecord | None:
         """The record that came before under a key."""
         same = and_(idempotency_keys.c.scope == key.scope, idempotency_keys.c.key == key.key)
         with self.database.read() as connection:
@@ -73,6 +73,11 @@ class SqlJobStore:
             if known is None:
                 return None
             record = _read(connection, known["job_id"])
+        if record is not None and record.files_gone(now):
+            with self.database.write() as connection:
+                mine = and_(same, idempotency_keys.c.job_id == record.id)
+                connection.execute(delete(idempotency_keys).where(mine))
+            return None
         if known["fingerprint"] != key.fingerprint:
             raise KeyReused(
                 "Idempotency-Key: this key came before with another request; use a new key for "

@@ -20,7 +20,12 @@ from runtime.entrypoints.http.test_image_edits import FIELDS, Looking
 from runtime.managers.test_webhooks import SECRET, Receiver
 from sglang.multimodal_gen.runtime.entrypoints.http.app import sweep
 from sglang.multimodal_gen.runtime.managers.job_keeper import JobKeeper
-from sglang.multimodal_gen.runtime.utils.errors import InternalError
+from sglang.multimodal_gen.runtime.managers.storage import database
+from sglang.multimodal_gen.runtime.utils.errors import (
+    InternalError,
+    QueueFull,
+    StoreUnavailable,
+)
 
 ASYNC = {"prefer": "respond-async"}
 FINAL = ("completed", "failed", "cancelled")
@@ -178,6 +183,122 @@ def test_a_client_that_comes_back_with_its_key_finds_its_work_going_on(durable):
     assert Image.open(io.BytesIO(base64.b64decode(reply.data[0].b64_json))).size == (6, 4)
 
 
+def test_who_comes_with_the_key_of_a_request_that_is_refused_is_refused_too(durable, monkeypatch):
+    live, other = durable(), durable()
+    key = {"idempotency-key": "k"}
+    entered, attached, refuse = threading.Event(), threading.Semaphore(0), threading.Event()
+
+    def full(*args, **kwargs):
+        entered.set()
+        refuse.wait(20)
+        raise QueueFull("as many wait as may", retry_after=7)
+
+    def tell(service):
+        attach = service.attach
+
+        def telling(record):
+            job = attach(record)
+            attached.release()
+            return job
+
+        monkeypatch.setattr(service, "attach", telling)
+
+    tell(live.service)
+    tell(other.service)
+    with monkeypatch.context() as patched, ThreadPoolExecutor(3) as pool:
+        patched.setattr(live.service.scheduler, "submit", full)
+        first = pool.submit(post, live, headers=key)
+        assert entered.wait(10)
+        second = pool.submit(post, live, headers=key)
+        elsewhere = pool.submit(post, other, headers=key)
+        for _ in range(2):
+            assert attached.acquire(timeout=10)
+        refuse.set()
+        for reply in (first.result(), second.result()):
+            assert live.refusal(reply, 429)["code"] == "queue_full"
+            assert reply.headers["retry-after"] == "7"
+        assert other.refusal(elsewhere.result(), 503)["code"] == "unavailable"
+    assert post(live, headers=key).status_code == 200
+
+
+def test_a_job_whose_result_the_locked_database_refused_is_made_again(durable, monkeypatch):
+    live = durable()
+    key = {"idempotency-key": "k"}
+    whole = live.storage.files.database
+
+    class Locked:
+        def write(self):
+            monkeypatch.setattr(live.storage.files, "database", whole)
+            raise StoreUnavailable("database is locked")
+
+    monkeypatch.setattr(live.storage.files, "database", Locked())
+    assert live.refusal(post(live, headers=key), 503)["code"] == "unavailable"
+    reply = post(live, headers=key)
+    assert reply.status_code == 200, reply.text
+    record = until_final(live, reply.json()["id"])
+    assert (record["status"], record["error"], record["attempts"]) == ("completed", None, 2)
+    assert len(live.runner.batches) == 2
+
+
+def test_plain_requests_are_served_while_the_database_is_locked(durable, tmp_path, monkeypatch):
+    monkeypatch.setattr(database, "_BUSY_SECONDS", 0.3)
+    live = durable()
+    other = sqlite3.connect(tmp_path / "state" / "jobs.sqlite3", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    began = time.monotonic()
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda _: live.generate(), range(12)))
+        assert {reply.status_code for reply in replies} == {200}
+        refused = list(pool.map(lambda n: post(live, seed=n), range(12)))
+        assert {reply.status_code for reply in refused} == {503}
+    assert time.monotonic() - began < 3  # each writer's own wait were 14 seconds
+    other.rollback()
+    other.close()
+    deadline = time.monotonic() + 10
+    while post(live).status_code != 202:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    job_id = replies[0].json()["id"]
+    assert live.http.get(f"/v1/jobs/{job_id}").json()["status"] == "completed"
+
+
+def test_a_key_ends_with_the_pictures_that_it_stands_for(durable, tmp_path):
+    live = durable(file_ttl=1.0, job_ttl=600.0)
+    key = {"idempotency-key": "k"}
+    body = {"seed": None, "response_format": "url"}
+    first = post(live, headers=key, **body).json()
+    assert live.http.get(first["data"][0]["url"]).status_code == 200
+    time.sleep(1.1)  # expired, swept or not
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda _: post(live, headers=key, **body), range(4)))
+    assert {reply.status_code for reply in replies} == {200}
+    (second,) = {reply.json()["id"] for reply in replies}  # made again, once
+    assert second != first["id"]
+    assert live.http.get(replies[0].json()["data"][0]["url"]).status_code == 200
+    assert len(live.runner.batches) == 2
+    assert live.http.get(f"/v1/jobs/{first['id']}").json()["status"] == "completed"
+    time.sleep(1.1)
+    assert post(live, headers=key, seed=4).status_code == 200  # no key, no other request
+
+
+def test_a_link_is_never_to_a_picture_that_is_gone(durable, monkeypatch):
+    live = durable()
+    key = {"idempotency-key": "k"}
+    attach = live.service.attach
+
+    def lose(record):
+        live.storage.files.delete(record.results[0]["file_id"])  # after the key was looked up
+        return attach(record)
+
+    for form in ("url", "b64_json"):
+        monkeypatch.undo()
+        assert post(live, headers=key, response_format=form).status_code == 200
+        monkeypatch.setattr(live.service, "attach", lose)
+        message = live.refusal(post(live, headers=key, response_format=form), 404)["message"]
+        assert "not stored any more" in message
+        key = {"idempotency-key": "k2"}
+
+
 # Edits.
 
 
@@ -252,6 +373,33 @@ def test_a_deadline_goes_on_while_no_server_is_there(durable, tmp_path):
     live.storage.records.update(job_id, **changes)
     record = until_final(live, job_id)
     assert (record["status"], record["error"]["code"]) == ("failed", "deadline_exceeded")
+
+
+def test_any_server_ends_what_nobody_has_of_another_model(durable):
+    """No server of that model may ever come: cancels and deadlines hold all the same."""
+    live = durable()
+    post(live)
+    ids = ("cancelled", "late", "waits", "held")
+    (known,) = live.storage.records.list()
+    for job_id in ids:
+        held = job_id == "held"
+        live.storage.records.add(
+            dataclasses.replace(
+                known, id=job_id, model="another", status="in_progress", completed_at=None,
+                expires_at=None, results=(), cancel_requested=held, owner="gone",
+                lease_until=time.time() + (100 if held else -1),
+                deadline=time.time() - 1 if job_id == "late" else None,
+            )
+        )  # fmt: skip
+    live.http.post("/v1/jobs/cancelled/cancel")
+    assert until_final(live, "cancelled")["status"] == "cancelled"
+    record = until_final(live, "late")
+    assert (record["status"], record["error"]["code"]) == ("failed", "deadline_exceeded")
+    assert record["expires_at"] is not None
+    JobKeeper(live.service).tick()
+    waiting, held = (live.storage.records.get(job_id) for job_id in ("waits", "held"))
+    assert (waiting.status, waiting.model) == ("queued", "another")
+    assert (held.status, held.owner) == ("in_progress", "gone")  # its own server will
 
 
 def test_finished_parts_are_not_made_again(durable):

@@ -210,6 +210,22 @@ def test_pictures_and_pixels_a_minute(start):
     assert live.generate().status_code == 429 or live.generate().status_code == 429
 
 
+def test_a_repeat_under_a_key_costs_nothing(start):
+    live = start(images_per_minute=1)
+
+    def post(key, **more):
+        body = {"prompt": "a fox", "seed": 3} | SMALL | more
+        return live.http.post("/v1/images/generations", json=body, headers={"idempotency-key": key})
+
+    first = post("k")
+    assert first.status_code == 200
+    assert live.refusal(post("other"), 429)["code"] == "rate_limit_exceeded"
+    assert post("k").json()["data"] == first.json()["data"]
+    for other in ({"seed": 4}, {"num_inference_steps": 0}):
+        assert live.refusal(post("k", **other), 422)["code"] == "idempotency_key_reused"
+    assert len(live.runner.batches) == 1
+
+
 def test_what_the_queue_refuses_costs_nothing(start):
     live = start(images_per_minute=2)
     live.service.scheduler.close("stopped for the test")

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
-from sqlalchemy import select
+import pytest
+from sqlalchemy import select, text
 
-from sglang.multimodal_gen.runtime.managers.storage.database import Database, jobs
+from sglang.multimodal_gen.runtime.managers.storage import database as module
+from sglang.multimodal_gen.runtime.managers.storage.database import REST_SECONDS, Database, jobs
 from sglang.multimodal_gen.runtime.utils.errors import StoreUnavailable
 
 
@@ -31,3 +35,68 @@ def test_it_closes_while_a_thread_reads():
         thread.join(10)
         assert not thread.is_alive()
     assert len(failures) == 4
+
+
+def test_writers_do_not_queue_for_a_database_that_is_locked(tmp_path, open_database, monkeypatch):
+    """One waits for the lock; for those behind it, and for the next seconds, its answer holds."""
+    monkeypatch.setattr(module, "_BUSY_SECONDS", 0.5)
+    now = [100.0]
+    place = tmp_path / "jobs.sqlite3"
+    database = open_database(f"sqlite:///{place}", clock=lambda: now[0])
+
+    def write(_=None):
+        began = time.monotonic()
+        try:
+            with database.write() as connection:
+                connection.execute(text("UPDATE jobs SET progress = 1"))
+        except StoreUnavailable:
+            return time.monotonic() - began
+        return None
+
+    other = sqlite3.connect(place, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with ThreadPoolExecutor(8) as pool:
+        waits = list(pool.map(write, range(8)))
+    assert 0.4 < max(waits) < 1.5  # one after the other, they were 4 seconds
+    assert write() < 0.1
+    now[0] += REST_SECONDS
+    assert write() > 0.4  # the next one tries
+    assert write() < 0.1
+    with database.read() as connection:  # readers need no lock
+        assert connection.execute(select(jobs.c.id)).all() == []
+    other.rollback()
+    assert write() < 0.1
+    now[0] += REST_SECONDS
+    assert write() is None
+    assert write() is None
+    other.close()
+
+
+def test_while_one_tries_again_nobody_waits_for_it(tmp_path, open_database, monkeypatch):
+    monkeypatch.setattr(module, "_BUSY_SECONDS", 0.5)
+    now = [100.0]
+    place = tmp_path / "jobs.sqlite3"
+    database = open_database(f"sqlite:///{place}", clock=lambda: now[0])
+    other = sqlite3.connect(place, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+
+    def write():
+        began = time.monotonic()
+        with pytest.raises(StoreUnavailable), database.write():
+            pass
+        return time.monotonic() - began
+
+    write()
+    now[0] += REST_SECONDS
+    with ThreadPoolExecutor(4) as pool:
+        waits = sorted(f.result() for f in [pool.submit(write) for _ in range(4)])
+    assert waits[2] < 0.3 < waits[3]
+    other.close()
+
+
+def test_a_statement_that_fails_stops_nobody(open_database):
+    database = open_database("sqlite://")
+    with pytest.raises(StoreUnavailable), database.write() as connection:
+        connection.execute(text("UPDATE nothing SET x = 1"))
+    with database.write() as connection:
+        connection.execute(text("UPDATE jobs SET progress = 1"))

@@ -12,7 +12,11 @@ import pytest
 from sglang.multimodal_gen.runtime.managers.storage import blob_folder
 from sglang.multimodal_gen.runtime.managers.storage.blob_folder import BlobFolder
 from sglang.multimodal_gen.runtime.managers.storage.shared_files import SharedFileStore
-from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, OutputError
+from sglang.multimodal_gen.runtime.utils.errors import (
+    InvalidArgument,
+    OutputError,
+    StoreUnavailable,
+)
 
 
 @pytest.fixture(scope="session")
@@ -120,6 +124,28 @@ def test_a_full_disk_leaves_no_row_and_no_half_file(tmp_path, open_database):
         signal.signal(signal.SIGXFSZ, handler)
     assert os.listdir(tmp_path / "store") == [f"{small.id}.png"]
     assert store.sweep(100.0) == 1
+
+
+def test_a_database_that_does_not_answer_is_not_a_full_disk(tmp_path, open_database, monkeypatch):
+    store = SharedFileStore(BlobFolder(str(tmp_path / "store")), open_database("sqlite://"))
+
+    def locked(*args):
+        raise StoreUnavailable("database is locked")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.database, "write", locked)
+        with pytest.raises(StoreUnavailable):
+            store.put(b"x", "image/png", ".png", 10.0)
+
+    def full(*args):
+        patched.setattr(store.database, "write", locked)
+        raise OutputError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.folder, "write", full)
+        with pytest.raises(OutputError):
+            store.put(b"x", "image/png", ".png", 10.0)
+    assert os.listdir(tmp_path / "store") == []
 
 
 def test_a_store_that_does_not_answer_is_told(s3):

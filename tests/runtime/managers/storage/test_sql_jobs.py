@@ -120,6 +120,21 @@ def test_what_nobody_has_is_claimed_once_and_in_order(address, open_database):
     assert stores[0].get("alive").owner is None
 
 
+def test_what_nobody_is_to_do_any_more_is_claimed_of_any_model(store):
+    gone = {"owner": "dead", "lease_until": 5.0, "status": "in_progress"}
+    store.add(record("cancelled", model="x", cancel_requested=True, **gone))
+    store.add(record("late", model="y", deadline=9.0, **gone))
+    store.add(record("waits", model="y", deadline=11.0, **gone))
+    alive = gone | {"owner": "living", "lease_until": 50.0}
+    store.add(record("alive", model="x", deadline=9.0, cancel_requested=True, **alive))
+    ended = store.claim_ended("one", 10.0, 25.0)
+    assert {r.id for r in ended} == {"cancelled", "late"}
+    assert {r.owner for r in ended} == {"one"}
+    assert store.claim_ended("two", 10.0, 25.0) == []
+    assert (store.get("waits").status, store.get("waits").owner) == ("queued", "dead")
+    assert (store.get("alive").status, store.get("alive").owner) == ("in_progress", "living")
+
+
 def test_a_key_names_one_request(store):
     key = IdempotencyKey("k", "print")
     assert store.add(record("a"), key).id == "a"

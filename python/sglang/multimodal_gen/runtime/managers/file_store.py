@@ -38,6 +38,7 @@ class FileStore(Protocol):
 
         Raises:
             OutputError: it cannot be written; nothing half-written stays.
+            StoreUnavailable: what is known about files cannot be written now.
         """
         ...
 

@@ -7,7 +7,12 @@ from concurrent.futures import Future
 
 from sglang.multimodal_gen.runtime.managers.job_progress import FinishedJob
 from sglang.multimodal_gen.runtime.managers.jobs import JobRecord, JobStore
-from sglang.multimodal_gen.runtime.utils.errors import Cancelled, FailedBefore, StoreUnavailable
+from sglang.multimodal_gen.runtime.utils.errors import (
+    Cancelled,
+    FailedBefore,
+    StoreUnavailable,
+    Unavailable,
+)
 
 _LOOK_SECONDS = 0.5
 
@@ -20,6 +25,7 @@ class FollowedRecord:
         self.result.set_running_or_notify_cancel()
         self._store = store
         self._id = record.id
+        self._began = False
         self._wait = threading.Event()
         if not self._told(record):
             threading.Thread(target=self._follow, name="followed job", daemon=True).start()
@@ -37,7 +43,10 @@ class FollowedRecord:
 
     def _told(self, record: JobRecord | None) -> bool:
         """Pass the end on; False while there is none."""
-        if record is None:
+        if record is None and not self._began:
+            # Its server had no room for it, which only that one's own client was told.
+            self.result.set_exception(Unavailable("the job was withdrawn before it began"))
+        elif record is None:
             self.result.set_exception(Cancelled("deleted"))
         elif record.status == "completed":
             self.result.set_result(_finished(record))
@@ -46,6 +55,7 @@ class FollowedRecord:
         elif record.status == "failed":
             self.result.set_exception(FailedBefore(record.error or {}))
         else:
+            self._began = self._began or record.started_at is not None
             return False
         return True
 

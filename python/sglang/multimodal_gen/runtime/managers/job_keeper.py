@@ -11,6 +11,7 @@ from sglang.multimodal_gen.runtime.managers.kept_inputs import drop_files, files
 from sglang.multimodal_gen.runtime.managers.service import GenerationService
 from sglang.multimodal_gen.runtime.utils.errors import (
     Cancelled,
+    DeadlineExceeded,
     DiffusionError,
     StoreUnavailable,
     Unavailable,
@@ -70,9 +71,14 @@ class JobKeeper:
         for record in mine.values():
             if record.cancel_requested:
                 service.cancel(record.id)
+            watcher = before.get(record.id)
+            if watcher is not None and watcher.started_at is not None and record.status == "queued":
+                watcher.shown_again()  # another server thought that nobody is at it
         for job_id, watcher in before.items():
             if watcher.record.rerun is not None and job_id not in mine and job_id in service.live:
                 self._lost(job_id)
+        for record in service.jobs.claim_ended(service.owner, now, now + service.lease_seconds):
+            self._end_unheld(record)
         if service.scheduler.takes_work:
             self._claim(now)
 
@@ -113,6 +119,14 @@ class JobKeeper:
         except DiffusionError as error:
             self._end(taken, status="failed", error=client_error(error).as_object())
 
+    def _end_unheld(self, record: JobRecord) -> None:
+        """End what no server has, of whatever model: it was cancelled, or its time is over."""
+        if record.cancel_requested:
+            self._end(record, status="cancelled")
+            return
+        late = DeadlineExceeded("the request's own time limit passed while no server was at it")
+        self._end(record, status="failed", error=client_error(late).as_object())
+
     def _end(self, record: JobRecord, **final: object) -> None:
         """End a job that does not come into line again."""
         service = self.service
@@ -121,6 +135,9 @@ class JobKeeper:
         written = service.jobs.update(record.id, only_if_owner=service.owner, **final)
         if written is not None:
             drop_files(service.files, files_of(record))
+            if service.checkpoints is not None and record.rerun is not None:
+                most = len(record.rerun["settings"]["seed"])  # a part makes one output at least
+                service.checkpoints.drop(record.id, range(most))
 
     def _try(self) -> None:
         try:

@@ -113,6 +113,10 @@ class JobProgress:
         self.started_at = self.places.clock()
         self._later(status="in_progress", started_at=self.started_at)
 
+    def shown_again(self) -> None:
+        """Its record says that it waits, and it runs."""
+        self._later(status="in_progress")
+
     def progressed(self, fraction: float) -> None:
         """How much is done."""
         percent = min(99, int(100 * fraction))
@@ -210,14 +214,15 @@ class JobProgress:
         error = error or self._failure
         now = self.places.clock()
         if isinstance(error, Unavailable) and self.record.rerun is not None:
+            self.places.on_end(self.record.id)  # before it can come back to this very server
             self._hand_back()
         else:
             written = self._write(**self._final(error, now))
             if written is not None:
                 self._clean_up(written)
+            self.places.on_end(self.record.id)
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
-        self.places.on_end(self.record.id)
         if error is not None:
             self.result.set_exception(error)
         else:

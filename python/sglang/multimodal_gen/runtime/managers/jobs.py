@@ -56,6 +56,10 @@ class JobRecord:
     client: str | None = field(default_factory=current_client)
     """Whose it is, where clients have keys (`visit`)."""
 
+    def files_gone(self, now: float) -> bool:
+        """Whether any of what it made has expired."""
+        return any(result.get("expires_at", now + 1) <= now for result in self.results)
+
     @property
     def final(self) -> bool:
         """Whether nothing more will happen to it."""
@@ -82,6 +86,16 @@ class JobStore(Protocol):
 
     def add(self, record: JobRecord, key: IdempotencyKey | None = None) -> JobRecord:
         """Keep a new record; returns it, or the one that came before under the same key.
+
+        Raises:
+            KeyReused: the key came before with another request.
+        """
+        ...
+
+    def find(self, key: IdempotencyKey, now: float) -> JobRecord | None:
+        """The record that came before under a key; None where there is none (any more).
+
+        A key ends with the first of the files that it stands for.
 
         Raises:
             KeyReused: the key came before with another request.
@@ -139,6 +153,12 @@ class JobStore(Protocol):
         """Take over unfinished work that nobody has, oldest first; each goes to one server only.
 
         That is what has no owner, or one whose lease is over; what was this owner's own stays so.
+        """
+        ...
+
+    def claim_ended(self, owner: str, now: float, lease_until: float) -> builtins.list[JobRecord]:
+        """Take over work of any model that nobody has and nobody is to do any more: it was
+        cancelled, or its deadline is over. What else nobody has is queued from then on.
         """
         ...
 

@@ -13,7 +13,7 @@ from sglang.multimodal_gen.runtime.managers.client_error import PATH_SETTINGS
 from sglang.multimodal_gen.runtime.managers.file_store import FileStore
 from sglang.multimodal_gen.runtime.managers.jobs import JobRecord
 from sglang.multimodal_gen.runtime.managers.keeping import file_ids
-from sglang.multimodal_gen.runtime.utils.errors import OutputError
+from sglang.multimodal_gen.runtime.utils.errors import OutputError, StoreUnavailable
 
 
 def keep_inputs(
@@ -23,6 +23,7 @@ def keep_inputs(
 
     Raises:
         OutputError: one cannot be read or stored; none stays.
+        StoreUnavailable: the database does not answer.
     """
     kept: dict[str, list[str]] = {}
     try:
@@ -30,7 +31,7 @@ def keep_inputs(
             for path in _paths(settings[name]):
                 file = store.put(_read(path), "application/octet-stream", ".input", expires_at)
                 kept.setdefault(name, []).append(file.id)
-    except OutputError:
+    except (OutputError, StoreUnavailable):
         drop_files(store, (file_id for ids in kept.values() for file_id in ids))
         raise
     return kept

@@ -6,7 +6,6 @@ admission on is here, the same for every kind of work.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import uuid
@@ -147,6 +146,9 @@ class GenerationService:
             OutputError: an input cannot be stored.
             QueueFull, RateLimited, Unavailable: not now.
         """
+        known = None if order.key is None else self.jobs.find(order.key, self.clock())
+        if known is not None:
+            return self.attach(known)  # it was admitted and paid for
         parts = self.admitted(order)
         book = charge(parts)
         job_id = uuid.uuid4().hex
@@ -175,11 +177,11 @@ class GenerationService:
         try:
             known = self.jobs.add(record, order.key)  # before it can finish
             if known.id != job_id:
-                self._withdraw(record)
+                self._withdraw(record, None)
                 return self.attach(known)
             self.scheduler.submit(job_id, parts, watcher, priority=order.priority, timeout=timeout)
-        except DiffusionError:
-            self._withdraw(record)
+        except DiffusionError as error:
+            self._withdraw(record, error)
             raise
         book()
         self.observer.job(record, parts, watcher.result)
@@ -295,12 +297,21 @@ class GenerationService:
         files = require_files(self.keeper).files
         return keep_inputs(files, order.settings, now + UNTIL_FINISHED)
 
-    def _withdraw(self, record: JobRecord) -> None:
-        """Forget a job that never was."""
-        self._forget(record.id)
-        with contextlib.suppress(StoreUnavailable):
+    def _withdraw(self, record: JobRecord, error: DiffusionError | None) -> None:
+        """Forget a job that never was; who found it by its key meanwhile gets the same ``error``.
+
+        Where it cannot be forgotten now, it waits for a server that has room: its key is taken.
+        """
+        watcher = self.live[record.id]
+        try:
             self.jobs.delete(record.id)
             drop_files(self.files, input_ids(record))
+        except StoreUnavailable:
+            free = {"owner": None, "lease_until": None}
+            self.jobs.update_later(record.id, only_if_owner=self.owner, **free)
+        self._forget(record.id)  # after the record: until then, who finds that finds this
+        if error is not None:
+            watcher.result.set_exception(error)
 
     def _forget(self, job_id: str) -> None:
         with self._lock:

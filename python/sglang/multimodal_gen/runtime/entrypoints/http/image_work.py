@@ -195,13 +195,17 @@ class ImageWork:
     def _kept(self, result: Mapping[str, Any]) -> ImageData:
         """A picture of the file store: a link to it, or itself."""
         file_id = result["file_id"]
+        store = self.context.file_store()
         if self.settings.response_format == "url":
+            file = store.get(file_id)
+            if file is None or file.expires_at <= time.time():
+                raise not_found("the picture of this request is not stored any more")
             url = f"{self.context.base_url(self.request)}/v1/files/{file_id}"
             return ImageData(seed=result["seed"], url=url)
-        file = self.context.file_store().read(file_id)
-        if file is None:
+        data = store.read(file_id)
+        if data is None:
             raise not_found("the picture of this request is not stored any more")
-        return ImageData(seed=result["seed"], b64_json=_base64(file))
+        return ImageData(seed=result["seed"], b64_json=_base64(data))
 
     @property
     def _service(self) -> GenerationService:

@@ -40,6 +40,10 @@ class BufferedJobStore:
                 self._unsaved[record.id] = record
             return record
 
+    def find(self, key: IdempotencyKey, now: float) -> JobRecord | None:
+        """The record that came before under a key."""
+        return self.inner.find(key, now)
+
     def get(self, job_id: str) -> JobRecord | None:
         """The record of an id, with what was not written yet."""
         with self._lock:
@@ -141,6 +145,10 @@ class BufferedJobStore:
     ) -> builtins.list[JobRecord]:
         """Take over unfinished work that nobody has."""
         return self.inner.claim(owner, model, now, lease_until, limit)
+
+    def claim_ended(self, owner: str, now: float, lease_until: float) -> builtins.list[JobRecord]:
+        """Take over what nobody has and nobody is to do."""
+        return self.inner.claim_ended(owner, now, lease_until)
 
     def renew(self, owner: str, lease_until: float) -> builtins.list[JobRecord]:
         """Say that a server is still there."""

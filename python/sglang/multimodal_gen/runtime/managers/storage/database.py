@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
+from sglang.multimodal_gen.runtime.managers.storage.breaker import Breaker
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, StoreUnavailable
 
 SCHEMA_VERSION = 1
@@ -44,6 +46,8 @@ MIGRATIONS: tuple[Migration, ...] = ()
 """Entry k brings version k + 1 to k + 2, so there is one less than `SCHEMA_VERSION`."""
 
 _BUSY_SECONDS = 10.0  # that a writer waits for another server's write to the same file
+REST_SECONDS = 3.0
+"""That writers are refused at once after one that got no answer."""
 _LOCK = 0x5647_4C41  # PostgreSQL's advisory lock while tables are made or changed
 
 metadata = MetaData()
@@ -130,10 +134,12 @@ class Database:
         *,
         migrations: Sequence[Migration] = MIGRATIONS,
         tell: Callable[[str], object] = lambda sentence: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine, self.in_memory = _engine(url)
         # SQLite takes one writer at a time; in memory, all threads share the one connection.
         self._one_at_a_time = threading.RLock() if self.is_sqlite else contextlib.nullcontext()
+        self._breaker = Breaker(REST_SECONDS, clock)
         self.migrations = migrations
         self.version = len(migrations) + 1
         try:
@@ -153,11 +159,21 @@ class Database:
         """A transaction that writes; whole, or not at all.
 
         Raises:
-            StoreUnavailable: the database does not answer, is full, or cannot be written.
+            StoreUnavailable: the database does not answer, is full, or cannot be written; or did
+                not answer another writer in the last seconds.
         """
-        with self._translated(), self._one_at_a_time, self.engine.connect() as connection:
-            connection = connection.execution_options(writes=True)
-            with connection.begin():
+        with self._translated(), self._breaker.attempt() as again, self._one_at_a_time:
+            if not again:
+                self._breaker.check()  # the one before has waited long, and in vain
+            with contextlib.ExitStack() as stack:
+                try:
+                    connection = stack.enter_context(self.engine.connect())
+                    connection = connection.execution_options(writes=True)
+                    stack.enter_context(connection.begin())
+                except SQLAlchemyError:
+                    self._breaker.failed()
+                    raise
+                self._breaker.worked()
                 yield connection
 
     @contextlib.contextmanager

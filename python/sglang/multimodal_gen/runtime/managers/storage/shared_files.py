@@ -6,6 +6,7 @@ left over from a server that ended in between, and may be removed at any time.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import uuid
@@ -16,7 +17,7 @@ from sqlalchemy import delete, insert, select, update
 from sglang.multimodal_gen.runtime.managers.file_store import StoredFile
 from sglang.multimodal_gen.runtime.managers.storage.blob_folder import BlobFolder
 from sglang.multimodal_gen.runtime.managers.storage.database import Database, files
-from sglang.multimodal_gen.runtime.utils.errors import OutputError, StoreUnavailable
+from sglang.multimodal_gen.runtime.utils.errors import StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +35,13 @@ class SharedFileStore:
         """Keep a file."""
         file = StoredFile(uuid.uuid4().hex, media_type, len(data), expires_at)
         name = f"{file.id}{suffix}"
-        try:
-            with self.database.write() as connection:
-                connection.execute(insert(files), dataclasses.asdict(file) | {"name": name})
-        except StoreUnavailable as error:
-            raise OutputError(f"a file could not be stored: {error}") from error
+        with self.database.write() as connection:
+            connection.execute(insert(files), dataclasses.asdict(file) | {"name": name})
         try:
             self.folder.write(name, data)
         except BaseException:
-            self._forget([file.id])
+            with contextlib.suppress(StoreUnavailable):  # the folder's fault is what is told
+                self._forget([file.id])
             raise
         return file
 

@@ -9,7 +9,18 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Connection, and_, delete, insert, literal, or_, select, tuple_, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    and_,
+    delete,
+    insert,
+    literal,
+    or_,
+    select,
+    tuple_,
+    update,
+)
 from sqlalchemy.exc import IntegrityError
 
 from sglang.multimodal_gen.runtime.managers.jobs import FINAL, IdempotencyKey, JobRecord
@@ -45,14 +56,34 @@ class SqlJobStore:
                 connection.execute(insert(jobs), _row(record))
             return record
         for _ in range(2):
-            before = self._before(key)
+            before = self.find(key, record.created_at)
             if before is not None:
                 return before
             if self._add_with_key(record, key):
                 return record
-        before = self._before(key)
+        before = self.find(key, record.created_at)
         assert before is not None, "the key is taken, and nobody has it"
         return before
+
+    def find(self, key: IdempotencyKey, now: float) -> JobRecord | None:
+        """The record that came before under a key."""
+        same = and_(idempotency_keys.c.scope == key.scope, idempotency_keys.c.key == key.key)
+        with self.database.read() as connection:
+            known = connection.execute(select(idempotency_keys).where(same)).mappings().first()
+            if known is None:
+                return None
+            record = _read(connection, known["job_id"])
+        if record is not None and record.files_gone(now):
+            with self.database.write() as connection:
+                mine = and_(same, idempotency_keys.c.job_id == record.id)
+                connection.execute(delete(idempotency_keys).where(mine))
+            return None
+        if known["fingerprint"] != key.fingerprint:
+            raise KeyReused(
+                "Idempotency-Key: this key came before with another request; use a new key for "
+                "each request"
+            )
+        return record
 
     def get(self, job_id: str) -> JobRecord | None:
         """The record of an id."""
@@ -135,11 +166,24 @@ class SqlJobStore:
         """Take over unfinished work that nobody has."""
         if limit <= 0:
             return []
-        free = and_(
-            jobs.c.model == model,
-            jobs.c.status.in_(_UNFINISHED),
-            or_(jobs.c.owner.is_(None), jobs.c.lease_until < now),
-        )
+        return self._take(and_(jobs.c.model == model, _free(now)), owner, lease_until, limit)
+
+    def claim_ended(self, owner: str, now: float, lease_until: float) -> builtins.list[JobRecord]:
+        """Take over what nobody has and nobody is to do; show as queued what else nobody has."""
+        over = or_(jobs.c.cancel_requested.is_(True), jobs.c.deadline <= now)
+        ended = self._take(and_(_free(now), over), owner, lease_until, _SWEPT_AT_ONCE)
+        left = and_(_free(now), jobs.c.status == "in_progress")
+        with self.database.read() as connection:
+            some = connection.execute(select(jobs.c.id).where(left).limit(1)).first()
+        if some is not None:
+            with self.database.write() as connection:
+                connection.execute(update(jobs).where(left).values(status="queued"))
+        return ended
+
+    def _take(
+        self, free: ColumnElement[bool], owner: str, lease_until: float, limit: int
+    ) -> builtins.list[JobRecord]:
+        """Those of ``free`` that this owner gets before another."""
         found = select(jobs.c.id).where(free).order_by(jobs.c.created_at, jobs.c.id).limit(limit)
         with self.database.read() as connection:
             ids = connection.execute(found).scalars().all()
@@ -179,20 +223,6 @@ class SqlJobStore:
         with self.database.read() as connection:
             return len(connection.execute(select(jobs.c.id)).all())
 
-    def _before(self, key: IdempotencyKey) -> JobRecord | None:
-        same = and_(idempotency_keys.c.scope == key.scope, idempotency_keys.c.key == key.key)
-        with self.database.read() as connection:
-            known = connection.execute(select(idempotency_keys).where(same)).mappings().first()
-            if known is None:
-                return None
-            record = _read(connection, known["job_id"])
-        if known["fingerprint"] != key.fingerprint:
-            raise KeyReused(
-                "Idempotency-Key: this key came before with another request; use a new key for "
-                "each request"
-            )
-        return record
-
     def _add_with_key(self, record: JobRecord, key: IdempotencyKey) -> bool:
         row = dataclasses.asdict(key) | {"job_id": record.id}
         with self.database.write() as connection:
@@ -214,6 +244,12 @@ class SqlJobStore:
             query = query.offset(self.max_finished).limit(_SWEPT_AT_ONCE)
             gone += [_record(row) for row in connection.execute(query).mappings()]
         return gone
+
+
+def _free(now: float) -> ColumnElement[bool]:
+    """Unfinished, and nobody's."""
+    nobodys = or_(jobs.c.owner.is_(None), jobs.c.lease_until < now)
+    return and_(jobs.c.status.in_(_UNFINISHED), nobodys)
 
 
 _FIELDS = {f.name for f in dataclasses.fields(JobRecord)}

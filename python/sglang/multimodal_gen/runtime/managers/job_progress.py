@@ -220,6 +220,8 @@ class JobProgress:
             written = self._write(**self._final(error, now))
             if written is not None:
                 self._clean_up(written)
+            elif self._lost():
+                self._discard_own()
             self.places.on_end(self.record.id)
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -248,6 +250,26 @@ class JobProgress:
         if isinstance(error, Cancelled):
             return final | {"status": "cancelled"}
         return final | {"status": "failed", "error": client_error(error).as_object()}
+
+    def _lost(self) -> bool:
+        """Whether the job is another server's by now, or gone: what is made here is nobody's."""
+        try:
+            record = self.places.store.get(self.record.id)
+        except StoreUnavailable:
+            return False  # it is not known: what is made stays until it expires
+        return record is None or record.owner != self.places.owner
+
+    def _discard_own(self) -> None:
+        """Remove what was stored here, but for what the record says (a server that took the job up
+        may have counted it in)."""
+        if self.keep is None:
+            return
+        try:
+            record = self.places.store.get(self.record.id)
+            ids = set() if record is None else set(file_ids(record.results))
+            self.keep.keeper.discard([r for r in self.results if r.get("file_id") not in ids])
+        except StoreUnavailable as error:
+            logger.warning("files of job %s were not removed: %s", self.record.id, error)
 
     def _hand_back(self) -> None:
         """The job waits in the store for a server that can run it, with what is made so far."""

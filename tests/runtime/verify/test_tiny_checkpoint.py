@@ -39,6 +39,7 @@ def configs(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_it_is_made_of_configs_alone(configs, tmp_path, verified):
     # Widths of a published kind: 8 heads each, so that half of them are left.
     config_of(configs / "text_encoder", num_attention_heads=4, hidden_size=64, num_hidden_layers=7)

@@ -93,6 +93,7 @@ def test_the_checks_can_be_listed(capsys):
     assert capsys.readouterr().out.split() == verification.check_names()
 
 
+@pytest.mark.slow
 def test_a_reference_without_a_diffusers_class_is_one_line(root, tmp_path, ports, capsys):
     import shutil
 

@@ -151,6 +151,7 @@ def test_a_disk_that_fills_up_is_told(generator, fails, monkeypatch):
     assert list(Path("outputs").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_pictures_are_written_before_they_are_told_and_a_closed_pipe_loses_none(
     generator, tmp_path
 ):
@@ -173,6 +174,7 @@ def test_pictures_are_written_before_they_are_told_and_a_closed_pipe_loses_none(
     assert len(list((tmp_path / "piped").glob("*.png"))) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("redirection", "code"), [(">/dev/full", 2), (">&-", 0), ("2>&-", 0), ("2>/dev/null", 0)]
 )

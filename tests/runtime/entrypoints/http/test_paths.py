@@ -84,6 +84,7 @@ STRINGS = ["model", "size", "response_format", "output_format", "background", "t
            "output_path", "output_file_name", "save", "lora_path"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_no_field_reaches_the_file_system(start, editor, watched):
     folder, seen = watched
     live = start(model=editor)
@@ -102,6 +103,7 @@ def test_no_field_reaches_the_file_system(start, editor, watched):
     assert seen == []
 
 
+@pytest.mark.slow
 def test_no_form_field_upload_name_or_id_does(start, editor, watched):
     folder, seen = watched
     live = start(model=editor)

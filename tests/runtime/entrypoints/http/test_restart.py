@@ -77,7 +77,8 @@ def test_a_killed_server_goes_on_where_it_was_and_makes_the_same_picture(tmp_pat
     with serving(state) as (process, client):
         running = post(client)
         waiting = [post(client, seed=8), post(client, seed=9, num_inference_steps=3)]
-        last = [post(client, seed=10, priority=-50, num_inference_steps=3)]
+        # Other settings: the same would share the batch of one that waits.
+        last = [post(client, seed=10, priority=-50, num_inference_steps=4)]
         before = until(client, running, lambda r: r["progress"] >= 30)
         assert before["status"] == "in_progress"
         assert before["resumed_at_step"] is None

@@ -11,6 +11,8 @@ import diffusers
 import torch
 from torch import Tensor
 
+from sglang.multimodal_gen.runtime.utils.image_file import load_input_image
+
 Request = Mapping[str, Any]
 """Sampling fields by this runtime's names."""
 
@@ -31,7 +33,12 @@ OTHER_VALUES: Mapping[str, Callable[[Any], Any]] = {
 
 
 def plain_arguments(pipeline: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The reference's arguments are this runtime's settings."""
+    """The reference's arguments are this runtime's settings, and pictures in place of paths."""
+    if "image_path" in arguments:
+        paths = arguments.pop("image_path")
+        one = isinstance(paths, str)
+        images = [load_input_image(path) for path in ([paths] if one else paths)]
+        arguments["image"] = images[0] if one else images
     return arguments
 
 

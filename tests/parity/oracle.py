@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from sglang.multimodal_gen.runtime.utils.image_file import load_input_image
 from sglang.multimodal_gen.runtime.verify.recorder import (
     recorded_calls,
     recorded_decodes,
@@ -82,11 +81,6 @@ def seeds_of(request: Request) -> list[int]:
 def _arguments(request: Request) -> dict[str, Any]:
     arguments = {OTHER_NAMES.get(name, name): value for name, value in request.items()}
     del arguments["seed"]
-    if "image_path" in arguments:
-        paths = arguments.pop("image_path")
-        one = isinstance(paths, str)
-        images = [load_input_image(path) for path in ([paths] if one else paths)]
-        arguments["image"] = images[0] if one else images
     negative = arguments.get("negative_prompt")
     if isinstance(negative, str) and not isinstance(request["prompt"], str):
         # The reference wants one for each prompt; this runtime repeats it.

@@ -173,11 +173,7 @@ def plan_memory(
         for name, module in given.items()
         if isinstance(module, nn.Module)
     ]
-    config = server_args.pipeline_config
-    if config is not None and config.boundary_ratio is not None:
-        # Two denoisers, one after the other.
-        facts = [replace(f, takes_turns=f.group == "dit") for f in facts]
-        known = [replace(f, takes_turns=f.group == "dit") for f in known]
+    known = _taking_turns(known, server_args)
     share = share_of(memory, server_args.parallel, parallel)
     return plan_components(facts, known, [*names, *given], server_args.memory, share, parallel)
 
@@ -193,11 +189,20 @@ def components_facts(
 ) -> list[ComponentFacts]:
     """The sizes of all components that have weights, from headers; raises as `load_components`."""
     chosen, specs = _found(source, names, server_args, loaders, default_configs, parallel)
-    return [
+    facts = [
         component_facts(specs[name], loader, role_of(name, names[name]))
         for name, loader in chosen.items()
         if isinstance(loader, NeuralComponentLoader)
     ]
+    return _taking_turns(facts, server_args)
+
+
+def _taking_turns(facts: list[ComponentFacts], server_args: ServerArgs) -> list[ComponentFacts]:
+    """The same, where two denoisers work one after the other."""
+    config = server_args.pipeline_config
+    if config is None or config.boundary_ratio is None:
+        return facts
+    return [replace(f, takes_turns=f.group == "dit") for f in facts]
 
 
 def outline_components(

@@ -220,8 +220,8 @@ class JobProgress:
             written = self._write(**self._final(error, now))
             if written is not None:
                 self._clean_up(written)
-            elif self._lost():
-                self._discard_own()
+            else:
+                self._discard_if_lost()
             self.places.on_end(self.record.id)
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -251,25 +251,23 @@ class JobProgress:
             return final | {"status": "cancelled"}
         return final | {"status": "failed", "error": client_error(error).as_object()}
 
-    def _lost(self) -> bool:
-        """Whether the job is another server's by now, or gone: what is made here is nobody's."""
-        try:
-            record = self.places.store.get(self.record.id)
-        except StoreUnavailable:
-            return False  # it is not known: what is made stays until it expires
-        return record is None or record.owner != self.places.owner
-
-    def _discard_own(self) -> None:
-        """Remove what was stored here, but for what the record says (a server that took the job up
-        may have counted it in)."""
+    def _discard_if_lost(self) -> None:
+        """If the job is another server's by now, or gone, remove what was stored of it here."""
         if self.keep is None:
             return
         try:
             record = self.places.store.get(self.record.id)
-            ids = set() if record is None else set(file_ids(record.results))
-            self.keep.keeper.discard([r for r in self.results if r.get("file_id") not in ids])
-        except StoreUnavailable as error:
+            if record is None or record.owner != self.places.owner:
+                self._discard_all_but(() if record is None else record.results)
+        except StoreUnavailable as error:  # it is not known: what is made stays until it expires
             logger.warning("files of job %s were not removed: %s", self.record.id, error)
+
+    def _discard_all_but(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """Remove the outputs stored here that the record does not tell of (a server that took the
+        job up may have counted some in)."""
+        assert self.keep is not None
+        ids = file_ids(told)
+        self.keep.keeper.discard([r for r in self.results if r.get("file_id") not in ids])
 
     def _hand_back(self) -> None:
         """The job waits in the store for a server that can run it, with what is made so far."""
@@ -282,12 +280,11 @@ class JobProgress:
         if self.keep is None:
             return
         keeper = self.keep.keeper
-        ids = file_ids(record.results)
         try:
             if record.completed_at is not None:
                 keeper.keep_until(record.results, record.completed_at + keeper.file_ttl)
             drop_files(keeper.files, input_ids(record))
-            keeper.discard([r for r in self.results if r.get("file_id") not in ids])
+            self._discard_all_but(record.results)
         except StoreUnavailable as error:  # the sweep of orphans will find them
             logger.warning("files of job %s were not removed: %s", record.id, error)
 

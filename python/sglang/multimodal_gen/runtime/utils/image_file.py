@@ -71,15 +71,24 @@ def image_format(path: Path) -> str:
     Raises:
         OutputError: the suffix names no format that can be written; lists those that can.
     """
+    return format_named(path, FORMATS, "image")
+
+
+def format_named(path: Path, formats: Mapping[str, str], kind: str) -> str:
+    """The format that a file name's suffix means; ``kind`` is for the message.
+
+    Raises:
+        OutputError: the suffix is none of ``formats``; lists them.
+    """
     suffix = path.suffix.lower()
-    if suffix not in FORMATS:
-        known = ", ".join(FORMATS)
-        named = f"{suffix!r} is no image format" if suffix else "a suffix is missing"
+    if suffix not in formats:
+        known = ", ".join(formats)
+        named = f"{suffix!r} is no {kind} format" if suffix else "a suffix is missing"
         raise OutputError(
             f"cannot write {str(path)!r}: {named} that can be written. "
-            f"Use one of {known}.{did_you_mean(suffix, FORMATS)}"
+            f"Use one of {known}.{did_you_mean(suffix, formats)}"
         )
-    return FORMATS[suffix]
+    return formats[suffix]
 
 
 def encode_image(

@@ -24,17 +24,16 @@ from PIL import Image
 from sglang.multimodal_gen.runtime.utils.errors import (
     InternalError,
     InvalidRequest,
-    OutputError,
     UserError,
 )
 from sglang.multimodal_gen.runtime.utils.image_file import (
     ImageMetadata,
     encode_image,
     exif_of,
+    format_named,
     metadata_of_json,
     read_metadata,
 )
-from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -101,15 +100,7 @@ def video_format(path: Path) -> str:
     Raises:
         OutputError: the suffix names no format that can be written; lists those that can.
     """
-    suffix = path.suffix.lower()
-    if suffix not in VIDEO_FORMATS:
-        known = ", ".join(VIDEO_FORMATS)
-        named = f"{suffix!r} is no video format" if suffix else "a suffix is missing"
-        raise OutputError(
-            f"cannot write {str(path)!r}: {named} that can be written. "
-            f"Use one of {known}.{did_you_mean(suffix, VIDEO_FORMATS)}"
-        )
-    return VIDEO_FORMATS[suffix]
+    return format_named(path, VIDEO_FORMATS, "video")
 
 
 def encode_video(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sglang.multimodal_gen.configs.task_type import DataType
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
+from sglang.multimodal_gen.runtime.layers.first_tensor import first_tensor
 from sglang.multimodal_gen.runtime.pipelines_core.role import RoleType
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
@@ -115,7 +116,9 @@ def decode_latents(vae: Any, config: PipelineConfig, latents: Tensor) -> Tensor:
     """
     if latents.ndim == 5:
         latents = latents[:, :, :1]
-    picture = _decoded(vae, as_the_vae_takes_them(vae, config, latents))
+    picture = first_tensor(
+        vae.decode(as_the_vae_takes_them(vae, config, latents), return_dict=False)
+    )
     return to_unit_range(picture[:, :, 0] if picture.ndim == 5 else picture)
 
 
@@ -159,8 +162,3 @@ def _finished(picture: Tensor, data_type: DataType) -> Tensor:
             "prepare latents of one"
         )
     return to_unit_range(picture[:, :, 0] if picture.shape[2] else picture.flatten(2, 3))
-
-
-def _decoded(vae: Any, latents: Tensor) -> Tensor:
-    decoded = vae.decode(latents, return_dict=False)
-    return decoded if isinstance(decoded, Tensor) else decoded[0]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
 from torch import Tensor
 
 from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
-from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
-from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
 from sglang.multimodal_gen.runtime.pipelines_core.stages.image_vae_encoding import to_pixels
+from sglang.multimodal_gen.runtime.pipelines_core.stages.vae_encoding import VAEEncodingStage
 from sglang.multimodal_gen.runtime.pipelines_core.stages.vae_work import VAEWork
-from sglang.multimodal_gen.runtime.server_args.vae_section import VAEArgs
 from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest
 from sglang.multimodal_gen.runtime.utils.video_file import load_input_video
 
@@ -22,31 +20,15 @@ if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.server_args import ServerArgs
 
 
-class FrameVAEEncodingStage(PipelineStage):
+class FrameVAEEncodingStage(VAEEncodingStage):
     """Encodes the frames of a clip that a request gives: its first, and perhaps its last.
 
     Where the family encodes images alone, the first frame is all; else the clip has zeros (grey)
     where nothing is given. Writes None without an input image.
-
-    Args:
-        vae: the autoencoder.
-        parallel: this rank's place; the replica's ranks encode together, and all have the latents.
-        args: how they go about it.
-
-    Raises:
-        InvalidArgument: the VAE cannot do what ``args`` say.
     """
 
-    uses = ("vae",)
     reads = frozenset({"condition_image", "height", "width", "num_frames", "seeds"})
     writes = frozenset({"image_latent"})
-
-    def __init__(
-        self, vae: Any, parallel: ParallelState | None = None, args: VAEArgs | None = None
-    ) -> None:
-        parallel = ParallelState.single() if parallel is None else parallel
-        self.vae = vae
-        self.work = VAEWork(vae, parallel.replica, VAEArgs() if args is None else args)
 
     def forward(self, batch: Req, server_args: ServerArgs) -> Req:
         """Writes float32 [B, C, T, h, w] in the denoiser's scale; T is 1 for images alone."""

@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
-from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
-from sglang.multimodal_gen.runtime.pipelines_core.stages.vae_work import VAEWork
-from sglang.multimodal_gen.runtime.server_args.vae_section import VAEArgs
+from sglang.multimodal_gen.runtime.pipelines_core.stages.vae_encoding import VAEEncodingStage
 
 if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.server_args import ServerArgs
 
 
-class ImageVAEEncodingStage(PipelineStage):
+class ImageVAEEncodingStage(VAEEncodingStage):
     """Encodes the input images with the VAE: the mode of the posterior, in the denoiser's scale.
 
     Each image is resized (Lanczos) to the request's size; several are joined along the token axis
     in the order given. Writes None when there is no input image.
-
-    Args:
-        vae: the autoencoder.
-        parallel: this rank's place; the replica's ranks encode together, and all have the latents.
-        args: how they go about it.
-
-    Raises:
-        InvalidArgument: the VAE cannot do what ``args`` say.
     """
 
-    uses = ("vae",)
     reads = frozenset({"condition_image", "height", "width", "seeds"})
     writes = frozenset({"image_latent"})
-
-    def __init__(
-        self, vae: Any, parallel: ParallelState | None = None, args: VAEArgs | None = None
-    ) -> None:
-        parallel = ParallelState.single() if parallel is None else parallel
-        self.vae = vae
-        self.work = VAEWork(vae, parallel.replica, VAEArgs() if args is None else args)
 
     def forward(self, batch: Req, server_args: ServerArgs) -> Req:
         """Writes packed latents of the images, one copy for each output of the batch."""

@@ -12,15 +12,14 @@ from torch import Tensor
 from sglang.multimodal_gen.configs.picture_area import PictureArea
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
-from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
-from sglang.multimodal_gen.runtime.pipelines_core.stages.vae_work import VAEWork
+from sglang.multimodal_gen.runtime.pipelines_core.stages.vae_encoding import VAEEncodingStage
 from sglang.multimodal_gen.runtime.server_args.vae_section import VAEArgs
 
 if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.server_args import ServerArgs
 
 
-class ReferenceEncodingStage(PipelineStage):
+class ReferenceEncodingStage(VAEEncodingStage):
     """Encodes each input image at its own size and shape: the mode of the posterior, in the
     denoiser's scale, packed and joined along the token axis in the order given.
 
@@ -34,7 +33,6 @@ class ReferenceEncodingStage(PipelineStage):
         InvalidArgument: the VAE cannot do what ``args`` say.
     """
 
-    uses = ("vae",)
     reads = frozenset({"condition_image", "seeds", "prompt_embeds"})
     writes = frozenset({"image_latent", "image_latent_shapes"})
 
@@ -45,10 +43,8 @@ class ReferenceEncodingStage(PipelineStage):
         parallel: ParallelState | None = None,
         args: VAEArgs | None = None,
     ) -> None:
-        parallel = ParallelState.single() if parallel is None else parallel
-        self.vae = vae
+        super().__init__(vae, parallel, args)
         self.area = area
-        self.work = VAEWork(vae, parallel.replica, VAEArgs() if args is None else args)
 
     def forward(self, batch: Req, server_args: ServerArgs) -> Req:
         """Writes latents, one copy for each output of the batch, and their shapes when unpacked."""

@@ -171,7 +171,11 @@ def test_adapters_by_the_names_of_three_trainers(
 WRONG: list[tuple[TinyWan, dict[str, Any], str]] = [
     (TEXT, {"guidance_scale_2": 3.0}, "one denoiser"),
     (TEXT, {"boundary_ratio": 0.5}, "one denoiser"),
-    (TEXT, {"image_path": "x.png"}, "fits none of T2V, V2V"),
+    (
+        TEXT,
+        {"image_path": "x.png"},
+        "no task takes an input image here; this pipeline serves T2V, V2V",
+    ),
     (TEXT, {"num_frames": 8}, "try 5 or 9"),
     (TEXT, {"width": 40}, "try 32 or 48"),
     (TEXT, {"flow_shift": 0}, "above 0"),

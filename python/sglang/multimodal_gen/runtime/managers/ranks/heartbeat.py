@@ -14,8 +14,12 @@ from types import FrameType
 from sglang.multimodal_gen.runtime.managers.ranks.messages import Beat
 
 BEAT_SECONDS = 1.0
-IDLE_SHARE = 0.02
-"""A process that uses less of a processor than this is idle; torch's own watchdogs use far less."""
+IDLE_SHARE = 0.1
+"""A process that uses less of a processor than this is idle.
+
+Its background threads (this one, gloo's, torch's watchdogs) used 0.02 to 0.045 of a slow virtual
+processor in a rank that slept; one that computes, or waits for its GPU, uses a whole one.
+"""
 TOLD_AFTER_SECONDS = 2.0
 """Idle for as long, a rank's stack goes with its beat."""
 _COLLECTIVES = ("/torch/distributed/", "/runtime/distributed/group.py")

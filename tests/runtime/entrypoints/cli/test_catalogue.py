@@ -17,8 +17,9 @@ PAGE = Path(__file__).parents[4] / "docs/supported_models.md"
 
 def test_the_page_is_what_the_command_prints():
     """In a process of its own: other tests may have registered families of theirs in this one."""
+    program = "sglang.multimodal_gen.runtime.entrypoints.cli.main"
     done = subprocess.run(
-        [sys.executable, "-m", "sglang.multimodal_gen.runtime.entrypoints.cli.main", "models", "--markdown"],
+        [sys.executable, "-m", program, "models", "--markdown"],
         env={name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")},
         capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip

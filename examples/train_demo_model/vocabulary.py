@@ -40,15 +40,20 @@ def build_clip_tokenizer() -> CLIPTokenizer:
 
 
 def build_t5_tokenizer() -> T5Tokenizer:
-    """Unigram whose pieces are the grammar's words, with characters as the last resort."""
+    """The grammar's words, in the format of T5."""
+    return word_tokenizer(corpus(), T5_LENGTH)
+
+
+def word_tokenizer(words: list[str], length: int) -> T5Tokenizer:
+    """Unigram whose pieces are words, with characters as the last resort."""
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    pieces += [("▁" + word, -4.0) for word in corpus() if len(word) > 1]
+    pieces += [("▁" + word, -4.0) for word in words if len(word) > 1]
     # A comma or full stop follows its word without a space.
     pieces += [("▁", -9.0), ("▁a", -4.0), ("▁A", -4.0), (",", -4.0), (".", -4.0)]
     known = {piece for piece, _ in pieces}
     characters = string.ascii_letters + string.digits + string.punctuation
     pieces += [(c, -12.0) for c in characters if c not in known]
-    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=T5_LENGTH)
+    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=length)
 
 
 def encode_clip(tokenizer: CLIPTokenizer, prompts: list[str]) -> np.ndarray:

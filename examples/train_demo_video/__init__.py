@@ -1,0 +1,1 @@
+"""Trains the bundled miniature that makes clips of moving shapes; see README.md."""

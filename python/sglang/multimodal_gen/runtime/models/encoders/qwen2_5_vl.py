@@ -16,8 +16,44 @@ from sglang.multimodal_gen.runtime.layers.tensor_parallel import Column, Divided
 from sglang.multimodal_gen.runtime.memory.layerwise import LayerwiseOffloadableModuleMixin
 
 
+class SeesPictures:
+    """What Qwen's models of text and pictures have in common, put before the library's class."""
+
+    config: Any
+    model: Any
+
+    def see(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Any:
+        """What the vision tower makes of pictures, for any number of texts about them."""
+        return self.model.get_image_features(pixel_values, image_grid_thw, return_dict=True)
+
+    def read(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        pixel_values: Tensor | None,
+        image_grid_thw: Tensor | None,
+        seen: Any,
+    ) -> BaseModelOutput:
+        """What the language model says of texts and pictures, [B, T, D].
+
+        Tokens of pictures stand at 3-D positions (M-RoPE), as in training; the library makes them
+        only where it is told which tokens those are, and without a word counts up otherwise.
+        """
+        pictures = (input_ids == self.config.image_token_id).to(torch.int32)
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            pixel_values=pixel_values,
+            image_grid_thw=image_grid_thw,
+            mm_token_type_ids=pictures,
+            mm_encoder_outputs=None if seen is None else {"image": seen},
+            use_cache=False,
+        )
+        return BaseModelOutput(last_hidden_state=output.last_hidden_state)
+
+
 class Qwen2_5_VLForConditionalGeneration(
-    transformers.Qwen2_5_VLForConditionalGeneration, LayerwiseOffloadableModuleMixin
+    SeesPictures, transformers.Qwen2_5_VLForConditionalGeneration, LayerwiseOffloadableModuleMixin
 ):
     """The vision tower and the language model, without the head that predicts words."""
 
@@ -45,22 +81,13 @@ class Qwen2_5_VLForConditionalGeneration(
         attention_mask: Tensor | None = None,
         pixel_values: Tensor | None = None,
         image_grid_thw: Tensor | None = None,
+        seen: Any = None,
     ) -> BaseModelOutput:
         """Hidden states after the last norm, [B, T, D].
 
-        Tokens of pictures stand at 3-D positions (M-RoPE), as in training; the library makes them
-        only where it is told which tokens those are, and without a word counts up otherwise.
+        Pictures are given as ``pixel_values``, or as what :meth:`see` made of them.
         """
-        pictures = (input_ids == self.config.image_token_id).to(torch.int32)
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            pixel_values=pixel_values,
-            image_grid_thw=image_grid_thw,
-            mm_token_type_ids=pictures,
-            use_cache=False,
-        )
-        return BaseModelOutput(last_hidden_state=output.last_hidden_state)
+        return self.read(input_ids, attention_mask, pixel_values, image_grid_thw, seen)
 
 
 _LANGUAGE, _VISION = "model.language_model.layers.*.", "model.visual.blocks.*."

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from sglang.multimodal_gen.runtime.layers.attention.usp import USPAttention
 from sglang.multimodal_gen.runtime.layers.embeddings import (
@@ -332,7 +333,8 @@ class QwenImage21Transformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         each = [self._prefix_of(text, references_1RC, slots, grids) for text in texts]
         lengths = [blocks[0][0].shape[1] for blocks in each]
         blocks = tuple(
-            (_joined([keys for keys, _ in same]), _joined([values for _, values in same]))
+            # Zeros behind those that are shorter; memory of their own.
+            tuple(pad_sequence([row[0] for row in kind], True) for kind in zip(*same, strict=True))
             for same in zip(*each, strict=True)
         )
         if len(set(lengths)) == 1:
@@ -406,15 +408,6 @@ class QwenImage21Transformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
 
     def _angles(self, positions: Tensor) -> Rotary:
         return axial_rotary(positions, self.axes_dims_rope, ROPE_THETA)
-
-
-def _joined(rows: Sequence[Tensor]) -> Tensor:
-    """Rows [1, P, H, d] as one batch, zeros behind those that are shorter; memory of its own."""
-    longest = max(row.shape[1] for row in rows)
-    joined = rows[0].new_zeros((len(rows), longest, *rows[0].shape[2:]))
-    for place, row in zip(joined, rows, strict=True):
-        place[: row.shape[1]] = row[0]
-    return joined
 
 
 def _key_mask(prefix_mask_BP: Tensor | None, length: int) -> Tensor | None:

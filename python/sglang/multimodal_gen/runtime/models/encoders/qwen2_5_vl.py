@@ -15,6 +15,18 @@ from transformers.modeling_outputs import BaseModelOutput
 from sglang.multimodal_gen.runtime.layers.tensor_parallel import Column, Divided, Row, Vocab
 from sglang.multimodal_gen.runtime.memory.layerwise import LayerwiseOffloadableModuleMixin
 
+_LANGUAGE, _VISION = "model.language_model.layers.*.", "model.visual.blocks.*."
+
+_TEXT_PLAN = {
+    "model.language_model.embed_tokens": Vocab(),
+    _LANGUAGE + "self_attn.q_proj": Column(heads="num_attention_heads"),
+    _LANGUAGE + "self_attn.[kv]_proj": Column(heads="num_key_value_heads"),
+    _LANGUAGE + "self_attn.o_proj": Row(),
+    _LANGUAGE + "mlp.gate_proj": Column(),
+    _LANGUAGE + "mlp.up_proj": Column(),
+    _LANGUAGE + "mlp.down_proj": Row(),
+}
+
 
 class SeesPictures:
     """What Qwen's models of text and pictures have in common, put before the library's class."""
@@ -90,16 +102,21 @@ class Qwen2_5_VLForConditionalGeneration(
         return self.read(input_ids, attention_mask, pixel_values, image_grid_thw, seen)
 
 
-_LANGUAGE, _VISION = "model.language_model.layers.*.", "model.visual.blocks.*."
+class Qwen2_5_VLTextEncoder(Qwen2_5_VLForConditionalGeneration):
+    """The same without the vision tower, for pipelines that show it no picture: 0.68 of 7.75 B
+    parameters, 1.35 GB in bf16, that would be loaded and never run."""
+
+    TP_PLAN = _TEXT_PLAN
+    layer_names = ["model.language_model.layers"]
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\.", r"^model\.visual\."]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        del self.model.visual
+
 
 TP_PLAN = {
-    "model.language_model.embed_tokens": Vocab(),
-    _LANGUAGE + "self_attn.q_proj": Column(heads="num_attention_heads"),
-    _LANGUAGE + "self_attn.[kv]_proj": Column(heads="num_key_value_heads"),
-    _LANGUAGE + "self_attn.o_proj": Row(),
-    _LANGUAGE + "mlp.gate_proj": Column(),
-    _LANGUAGE + "mlp.up_proj": Column(),
-    _LANGUAGE + "mlp.down_proj": Row(),
+    **_TEXT_PLAN,
     _VISION + "attn.qkv": Column(heads="vision_heads", blocks=(1, 1, 1)),
     _VISION + "attn": Divided("num_heads"),
     _VISION + "attn.proj": Row(),
@@ -109,5 +126,8 @@ TP_PLAN = {
     "model.visual.merger.mlp.0": Column(),
     "model.visual.merger.mlp.2": Row(),
 }
+
+# By this name the library finds its table of old parameter names.
+Qwen2_5_VLTextEncoder.__name__ = Qwen2_5_VLForConditionalGeneration.__name__
 
 EntryClass = Qwen2_5_VLForConditionalGeneration

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from runtime.managers.test_batching_with_a_model import Kept, difference
@@ -15,10 +16,12 @@ from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest
 from sglang.multimodal_gen.runtime.utils.image_file import load_input_image, over_white
 from sglang.multimodal_gen.runtime.verify.measure import largest_difference
 
+from parity.compare import compare
 from parity.harness import MOVED, ParityCase, assert_parity, checkpoint_folder
-from parity.oracle import run_oracle
+from parity.oracle import load_oracle, run_oracle, trace_of
 from parity.runtime_trace import opened_runtime, record_runtime
 from parity.test_qwen_image_edit import small_areas
+from parity.tiny_adapters import Adapter
 from parity.tiny_qwen_image_21 import TinyQwenImage21, family
 
 SQUARE, ODD = (64, 64), (96, 160)
@@ -184,3 +187,29 @@ def test_what_is_transparent_is_seen_by_the_vae_alone(folder, generator):
             for path in (folder / "wide.png", opaque)
         ]
     assert largest_difference(traces[0].pixels, traces[1].pixels) > MOVED
+
+
+def test_an_adapter_equals_weights_merged_by_hand(checkpoints, generator, tmp_path):
+    """It changes what is computed before the loop, too."""
+    root, kind = checkpoint_folder(TinyQwenImage21(), checkpoints), family(SQUARE)
+    request = {**case(tmp_path, "text").request, **GUIDED}
+    pipeline = load_oracle(root, kind.reference, kind.load)
+    model = pipeline.transformer
+    adapter = Adapter(model, 3)
+    for path in adapter.linears:
+        if path.startswith("transformer_blocks."):
+            adapter.add((path,), "transformer." + path)
+    file = adapter.save(tmp_path / "lora.safetensors")
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    try:
+        with torch.no_grad():
+            for path, delta in adapter.changes.items():
+                model.get_submodule(path).weight += delta
+        expected = trace_of(pipeline, kind, request)
+    finally:
+        model.load_state_dict(kept)
+    base = record_runtime(generator, kind, request)
+    assert largest_difference(expected.pixels, base.pixels) > MOVED
+    adapted = record_runtime(generator, kind, {**request, "lora": [str(file)]})
+    report = compare(adapted, expected)
+    assert not report.broken, f"\n{report}"

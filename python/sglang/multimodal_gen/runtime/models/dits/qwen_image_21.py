@@ -12,7 +12,7 @@ make, S either of them, T tokens of text, D model width, H heads, d head width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -370,30 +370,25 @@ class QwenImage21Transformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
     ) -> list[KeysValues]:
         """Keys and values [1, P, H, d] of every block, for one text."""
         x_1TD = self.txt_in(text_TD[None])
-        sizes = [height * width for height, width in grids]
-        pictures = [] if references_1RC is None else self.img_in(references_1RC).split(sizes, dim=1)
-        parts, ids, segments, done, at = [], [], [], 0, 0
-
-        def text_up_to(end: int) -> None:
-            nonlocal done, at
-            if end == done:
-                return
-            start, length = sum(part.shape[1] for part in parts), end - done
-            positions = torch.arange(at, at + length, device=x_1TD.device)
-            mask = torch.ones(length, start + length, dtype=torch.bool, device=x_1TD.device)
-            parts.append(x_1TD[:, done:end])
-            ids.append(positions[:, None].expand(-1, len(self.axes_dims_rope)))
-            segments.append(Segment(start, start + length, mask.tril(start)[None, None]))
-            done, at = end, at + length
-
-        for (first, tokens), grid, picture in zip(slots, grids, pictures, strict=True):
-            text_up_to(first)
-            start = sum(part.shape[1] for part in parts)
-            parts.append(picture)
-            ids.append(centred_positions(grid, at, x_1TD.device))
-            segments.append(Segment(start, start + picture.shape[1], None))
-            done, at = first + tokens, at + max(grid)
-        text_up_to(x_1TD.shape[1])
+        device, sizes = x_1TD.device, [height * width for height, width in grids]
+        pictures = iter(())
+        if references_1RC is not None:
+            pictures = iter(self.img_in(references_1RC).split(sizes, dim=1))
+        parts, ids, segments, start, at = [], [], [], 0, 0
+        for first, last, grid in _stretches(len(text_TD), slots, grids):
+            if grid is None:
+                part, length = x_1TD[:, first:last], last - first
+                positions = torch.arange(at, at + length, device=device)
+                ids.append(positions[:, None].expand(-1, len(self.axes_dims_rope)))
+                mask = torch.ones(length, start + length, dtype=torch.bool, device=device)
+                mask, at = mask.tril(start)[None, None], at + length
+            else:
+                part, mask = next(pictures), None
+                ids.append(centred_positions(grid, at, device))
+                at += max(grid)
+            parts.append(part)
+            segments.append(Segment(start, start + part.shape[1], mask))
+            start = segments[-1].end
 
         # Only distances between frames count: with the picture to make at frame 0, its angles do
         # not depend on the text, nor a row of a batch on the texts of others.
@@ -408,6 +403,20 @@ class QwenImage21Transformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
 
     def _angles(self, positions: Tensor) -> Rotary:
         return axial_rotary(positions, self.axes_dims_rope, ROPE_THETA)
+
+
+def _stretches(
+    length: int, slots: Sequence[Slot], grids: Sequence[Grid]
+) -> Iterator[tuple[int, int, Grid | None]]:
+    """A text's embeddings in order: first, last, and the grid where they stand for a picture."""
+    done = 0
+    for (first, tokens), grid in zip(slots, grids, strict=True):
+        if first > done:
+            yield done, first, None
+        done = first + tokens
+        yield first, done, grid
+    if length > done:
+        yield done, length, None
 
 
 def _key_mask(prefix_mask_BP: Tensor | None, length: int) -> Tensor | None:

@@ -60,6 +60,9 @@ class Family:
     """
     latents_of: Callable[[Mapping[str, Tensor]], Tensor] = lambda inputs: inputs["hidden_states"]
     """Where the latents are among those inputs."""
+    target_last: bool = False
+    """Whether the tokens of the picture to make come last, in what the denoisers are given and in
+    what they answer; what they are given besides the latents is then not compared there."""
     denoisers: tuple[str, ...] = ("transformer",)
     """Component names, those that run first leading."""
     decoder: str = "vae"

@@ -53,7 +53,7 @@ def trace_of(pipeline: Any, family: Family, request: Request) -> Trace:
         )
     count = len(made)  # the last ones, where a clip is given in place of noise
     timesteps = pipeline.scheduler.timesteps[-count:].clone()
-    steps = steps_of(calls, count, len(seeds), family.latents_of)
+    steps = steps_of(calls, count, len(seeds), family.latents_of, family.target_last)
     pixels = result.frames.movedim(2, 1) if family.clips else result.images
     return Trace(
         noise=steps[0].latents,

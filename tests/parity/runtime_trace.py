@@ -75,7 +75,7 @@ def _trace(group: _Group, family: Family, images: Tensor) -> Trace:
         Call({theirs.get(n, n): value for n, value in call.inputs.items()}, call.output)
         for call in group.calls
     ]
-    steps = steps_of(calls, count, len(images), family.latents_of)
+    steps = steps_of(calls, count, len(images), family.latents_of, family.target_last)
     return Trace(
         noise=steps[0].latents,
         timesteps=group.timesteps,

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
 from PIL import Image
 
 from sglang.multimodal_gen.configs.picture_area import PictureArea
@@ -82,7 +83,11 @@ ROWS: dict[str, dict[str, Any]] = {
 def small_areas(divisor: int = 64) -> Iterator[None]:
     """Both sides make pictures of an 8th of the published edges: seconds in place of minutes."""
     with ExitStack() as stack:
-        for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
+        for module in (
+            pipeline_qwenimage_edit,
+            pipeline_qwenimage_edit_plus,
+            pipeline_qwenimage21,
+        ):
             rule = module.calculate_dimensions
             smaller = lambda area, ratio, rule=rule: rule(area // divisor, ratio)  # noqa: E731
             stack.enter_context(patch.object(module, "calculate_dimensions", smaller))

@@ -113,18 +113,24 @@ def compared(function: Any, many: nn.Module, one: nn.Module, groups: list[Group]
     return found
 
 
-def _measure(_rank: int, path: str, layouts: tuple[dict[str, int], ...]) -> list[dict[str, Any]]:
-    model = describe(path)
-    one = model.open_pipeline()
+def _measure(
+    _rank: int, path: str, editing: str, layouts: tuple[dict[str, int], ...]
+) -> list[dict[str, Any]]:
+    model, editor = describe(path), describe(editing)
+    one, seeing = model.open_pipeline(), editor.open_pipeline()
     expected = [latents(model, one, request) for request in (REQUEST, SEVERAL)]
     seen = []
     for sizes in layouts:
         parallel = ParallelState.create(ParallelLayout(**sizes), "cpu")
         many = model.open_pipeline(parallel=parallel)
+        pairs = {
+            "transformer": (velocity, many, one),
+            "text_encoder": (embedding, editor.open_pipeline(parallel=parallel), seeing),
+        }
         groups = [parallel.tp, parallel.sp, parallel.ulysses, parallel.ring, *parallel.spreads]
         found: dict[str, Any] = {"sizes": sizes}
-        for name, function in (("transformer", velocity), ("text_encoder", embedding)):
-            modules = (many.modules[name], one.modules[name])
+        for name, (function, *pipelines) in pairs.items():
+            modules = (pipeline.modules[name] for pipeline in pipelines)
             found[name] = compared(function, *modules, groups=groups)
         parallel.cfg.traffic.clear()
         found["latents"] = [
@@ -141,6 +147,14 @@ def root(checkpoints: Path) -> str:
     checkpoint = qwen_image_for_ranks(
         "qwen-image-ranks-zero", transformer={"num_attention_heads": 4, "zero_cond_t": True}
     )
+    return str(checkpoint_folder(checkpoint, checkpoints))
+
+
+@pytest.fixture(scope="module")
+def editing(checkpoints: Path) -> str:
+    """One whose encoder has its vision tower."""
+    pipeline = "QwenImageEditPipeline"
+    checkpoint = qwen_image_for_ranks("qwen-image-ranks-edit", pipeline=pipeline)
     return str(checkpoint_folder(checkpoint, checkpoints))
 
 
@@ -175,13 +189,13 @@ def _check_mechanism(sizes: dict[str, int], found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks(root: str) -> None:
-    check(run_ranks(2, _measure, root, TWO, timeout=400))
+def test_two_ranks(root: str, editing: str) -> None:
+    check(run_ranks(2, _measure, root, editing, TWO, timeout=400))
 
 
 @pytest.mark.slow
-def test_four_ranks(root: str) -> None:
-    check(run_ranks(4, _measure, root, FOUR, timeout=500))
+def test_four_ranks(root: str, editing: str) -> None:
+    check(run_ranks(4, _measure, root, editing, FOUR, timeout=500))
 
 
 def test_the_requests_differ(root: str) -> None:

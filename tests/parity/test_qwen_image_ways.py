@@ -25,6 +25,8 @@ from parity.runtime_trace import opened_runtime, record_runtime
 from parity.test_qwen_image_edit import small_areas
 from parity.tiny_adapters import Adapter
 from parity.tiny_qwen_image import QWEN_IMAGE, editing, qwen_image
+from parity.tiny_qwen_image_21 import TinyQwenImage21
+from parity.tiny_qwen_image_21 import family as family_21
 
 REQUEST: dict[str, Any] = {
     "prompt": "a small red circle above the fox",
@@ -62,12 +64,18 @@ def stored(folder: Path, size: tuple[int, int] = (90, 50), **save: Any) -> str:
     [{"layerwise_offload_components": ["all"]}, {"cpu_offload_components": ["all"]}],
     ids=["by layers", "whole"],
 )
-@pytest.mark.parametrize("pipeline", ["QwenImagePipeline", EDIT])
+@pytest.mark.parametrize("pipeline", ["QwenImagePipeline", EDIT, "QwenImage21Pipeline"])
 def test_offloaded_weights_make_the_same_bits(pipeline, offload, checkpoints, tmp_path):
     name = "qwen-image" if pipeline == "QwenImagePipeline" else f"{EDIT}{{}}"
-    path = checkpoint_folder(qwen_image(name, pipeline=pipeline), checkpoints)
-    request = REQUEST | ({"image_path": stored(tmp_path)} if pipeline == EDIT else {})
-    family = QWEN_IMAGE if pipeline != EDIT else editing(EDIT, (64, 80), None)
+    checkpoint, family = qwen_image(name, pipeline=pipeline), QWEN_IMAGE
+    request = dict(REQUEST)
+    if pipeline != "QwenImagePipeline":
+        request["image_path"] = [stored(tmp_path)]
+        family = editing(EDIT, (64, 80), None)
+    if pipeline == "QwenImage21Pipeline":
+        checkpoint, family = TinyQwenImage21(), family_21((64, 64))
+        request["width"] = 64
+    path = checkpoint_folder(checkpoint, checkpoints)
     traces = []
     with small_areas():
         for arguments in ({}, offload):

@@ -54,6 +54,7 @@ def steps_of(
     count: int,
     images: int,
     latents_of: Callable[[Mapping[str, Tensor]], Tensor],
+    target_last: bool = False,
 ) -> tuple[Step, ...]:
     """Sort `calls` into `count` steps of one or more branches of `images` rows each.
 
@@ -63,7 +64,7 @@ def steps_of(
     assert len(calls) % count == 0, f"{len(calls)} forward passes do not make {count} equal steps"
     width = len(calls) // count
     return tuple(
-        _step(calls[first : first + width], images, latents_of)
+        _step(calls[first : first + width], images, latents_of, target_last)
         for first in range(0, len(calls), width)
     )
 
@@ -86,14 +87,23 @@ def joined(traces: Sequence[Trace]) -> Trace:
 
 
 def _step(
-    calls: Sequence[Call], images: int, latents_of: Callable[[Mapping[str, Tensor]], Tensor]
+    calls: Sequence[Call],
+    images: int,
+    latents_of: Callable[[Mapping[str, Tensor]], Tensor],
+    target_last: bool,
 ) -> Step:
     branches = _branches(calls, images)
     latents = latents_of(branches[0].inputs)
     for branch in branches[1:]:
         assert torch.equal(latents_of(branch.inputs), latents), "branches of one step differ"
     # Some denoisers answer at the tokens of input images too, which nobody reads.
-    own = (Branch(b.inputs, b.prediction[:, : latents.shape[1]]) for b in branches)
+    count = latents.shape[1]
+    if target_last:
+        branches = tuple(
+            Branch({n: x for n, x in b.inputs.items() if x.ndim < 3}, b.prediction[:, -count:])
+            for b in branches
+        )
+    own = (Branch(b.inputs, b.prediction[:, :count]) for b in branches)
     return Step(latents, tuple(own))
 
 

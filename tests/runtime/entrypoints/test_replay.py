@@ -89,6 +89,18 @@ def test_a_file_is_identical_or_it_is_said_by_how_much(fake, tmp_path, capsys, s
         assert f"{64 / (24 * 40):.4f}" in out
 
 
+@pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp"])
+def test_transparency_is_compared_too(fake, tmp_path, capsys, suffix):
+    alpha = np.random.default_rng(2).integers(0, 256, (24, 40, 1), dtype=np.uint8)
+    fake.array = np.concatenate((ARRAY, alpha), axis=2)
+    file = str(written(tmp_path / f"a{suffix}", fake.array))
+    assert main(["replay", file]) == 0
+    assert "identical" in capsys.readouterr().out
+    fake.array = fake.array.copy()
+    fake.array[3:9, 4:9, 3] ^= 64
+    assert main(["replay", file]) == 1
+
+
 def test_what_cannot_be_made_again_is_said(fake, tmp_path, capsys):
     def error(*words: str) -> str:
         assert main(["replay", *words]) == 2

@@ -67,6 +67,24 @@ def test_a_picture_and_its_metadata_come_back(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
+def test_transparency_is_kept_where_a_format_has_it(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    pixels = np.dstack((picture(), np.full(picture().shape[:2], 255, dtype=np.uint8)))
+    pixels[:8, :8] = (0, 0, 0, 0)
+    path.write_bytes(encode_image(pixels, image_format(path), metadata=ABOUT))
+    assert read_metadata(path) == ABOUT
+    with Image.open(path) as image:
+        made = np.asarray(image)
+    if FORMATS[suffix] == "JPEG":
+        assert made.shape[2] == 3
+        assert made[:6, :6].min() > 240, "laid over white"
+    else:
+        assert (made[..., 3] == pixels[..., 3]).all()
+        kept = np.asarray(load_input_image(path, keep_alpha=True))
+        assert (kept == made).all()
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
 def test_metadata_can_be_left_out(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
     path.write_bytes(encode_image(picture(), image_format(path)))

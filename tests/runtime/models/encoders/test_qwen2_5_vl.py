@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -11,6 +13,7 @@ from sglang.multimodal_gen.runtime.layers.tensor_parallel import PlannedModel, p
 from sglang.multimodal_gen.runtime.models.encoders.qwen2_5_vl import (
     TP_PLAN,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLTextEncoder,
 )
 from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
 
@@ -27,10 +30,20 @@ PUBLISHED = {
 PUBLISHED_VISION = {"hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "depth": 32}
 
 
-def published() -> Qwen2_5_VLForConditionalGeneration:
+def published(cls: type = Qwen2_5_VLForConditionalGeneration) -> Any:
     config = transformers.Qwen2_5_VLConfig(text_config=PUBLISHED, vision_config=PUBLISHED_VISION)
     with torch.device("meta"):
-        return Qwen2_5_VLForConditionalGeneration(config)
+        return cls(config)
+
+
+def test_without_the_vision_tower_it_is_smaller_by_that():
+    whole, blind = (
+        sum(parameter.numel() for parameter in published(cls).parameters())
+        for cls in (Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLTextEncoder)
+    )
+    assert 0.67e9 < whole - blind < 0.69e9
+    planned = PlannedModel(published(Qwen2_5_VLTextEncoder), plan_of(Qwen2_5_VLTextEncoder))
+    assert planned.misfit(4) == ""
 
 
 @pytest.mark.parametrize("size", [2, 4])

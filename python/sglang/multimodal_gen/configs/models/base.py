@@ -53,6 +53,7 @@ class DiTConfig(ModelConfig):
 class VAEConfig(ModelConfig):
     """An autoencoder of images or clips.
 
+    ``in_channels``: 4 where transparency is among them.
     ``temporal_compression_ratio``: frames per latent frame, the first frame standing alone; 1 for
     images.
     """
@@ -62,6 +63,7 @@ class VAEConfig(ModelConfig):
     scaling_factor: float = 1.0
     shift_factor: float | None = None
     temporal_compression_ratio: int = 1
+    in_channels: int = 3
 
     def __post_init__(self) -> None:
         facts = {"scaling_factor": self.scaling_factor, "shift_factor": self.shift_factor or 0.0}

@@ -38,14 +38,12 @@ PICTURE = f"<|vision_start|>{PICTURE_TOKEN}<|vision_end|>"
 VAE_AREA = PictureArea(1024 * 1024)
 SMALL_AREA = PictureArea(384 * 384)
 
-_CHAT = (
-    "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n<|im_start|>assistant\n"
-)
-DESCRIBE = _CHAT.format(
+CHAT = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n<|im_start|>assistant\n"
+DESCRIBE = CHAT.format(
     "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:"
 )
-EDIT = _CHAT.format(
+EDIT = CHAT.format(
     "Describe the key features of the input image (color, shape, size, texture, objects, "
     "background), then explain how the user's text instruction should alter or modify the image. "
     "Generate a new image that meets the user's requirements while maintaining consistency with "
@@ -203,13 +201,7 @@ class QwenImageEditPipelineConfig(QwenImagePipelineConfig):
         if self.max_images is not None and count > self.max_images:
             problem = f"this model edits {self.max_images} picture, and {count} are given"
             raise InvalidRequest("image_path", params.image_paths, problem)
-        for name, texts in (
-            ("prompt", params.prompts),
-            ("negative_prompt", [params.negative_prompt or ""]),
-        ):
-            if any(PICTURE_TOKEN in text for text in texts):
-                problem = f"holds {PICTURE_TOKEN!r}, which stands for an input image; leave it out"
-                raise InvalidRequest(name, getattr(params, name), problem)
+        refuse_picture_tokens(params)
 
 
 @dataclass
@@ -223,6 +215,17 @@ class QwenImageEditPlusPipelineConfig(QwenImageEditPipelineConfig):
     text_encoder_configs: tuple[EncoderConfig, ...] = field(
         default_factory=lambda: (_seeing("Picture {}: " + PICTURE, SMALL_AREA),)
     )
+
+
+def refuse_picture_tokens(params: SamplingParams) -> None:
+    """Raise InvalidRequest for words that would stand for an input image."""
+    for name, texts in (
+        ("prompt", params.prompts),
+        ("negative_prompt", [params.negative_prompt or ""]),
+    ):
+        if any(PICTURE_TOKEN in text for text in texts):
+            problem = f"holds {PICTURE_TOKEN!r}, which stands for an input image; leave it out"
+            raise InvalidRequest(name, getattr(params, name), problem)
 
 
 def _seeing(slot: str, area: PictureArea) -> ChatEncoderConfig:

@@ -17,6 +17,7 @@ from sglang.multimodal_gen.runtime.utils.image_file import (
     DEFAULT_QUALITY,
     ImageMetadata,
     encode_image,
+    over_white,
     read_metadata,
 )
 
@@ -99,7 +100,8 @@ def is_video(file: Path) -> bool:
 
 
 def compare(file: Path, made: np.ndarray) -> Comparison:
-    """A picture's file beside uint8 [H, W, 3] that were made from its settings.
+    """A picture's file beside uint8 [H, W, 3] that were made from its settings; or [H, W, 4], with
+    transparency, where the model makes it.
 
     Formats that lose something are compared after the same loss: with a JPEG's own tables, or with
     the WebP quality that comes nearest.
@@ -109,7 +111,10 @@ def compare(file: Path, made: np.ndarray) -> Comparison:
     """
     with Image.open(file) as image:
         image.load()
-        theirs = np.asarray(image.convert("RGB"))
+        # A JPEG of a model that makes transparency was laid over white.
+        if image.format == "JPEG" and made.shape[2] == 4:
+            made = np.asarray(over_white(Image.fromarray(made)))
+        theirs = np.asarray(image.convert(_mode(made)))
         if theirs.shape != made.shape:
             height, width = made.shape[:2]
             raise CannotReplay(
@@ -137,11 +142,11 @@ def _as_compressed(image: Image.Image, file: Path, made: np.ndarray) -> Iterator
         Image.fromarray(made).save(
             buffer, "JPEG", qtables=image.quantization, subsampling=max(0, sampling)
         )
-        yield _decoded(buffer.getvalue())
+        yield _decoded(buffer.getvalue(), made)
     elif image.format == "WEBP":
         yield made  # a lossless one
         for quality in _near_qualities(made, _pixel_bytes(file.read_bytes())):
-            yield _decoded(encode_image(made, "WEBP", quality=quality))
+            yield _decoded(encode_image(made, "WEBP", quality=quality), made)
     else:
         yield made
 
@@ -170,8 +175,12 @@ def _pixel_bytes(webp: bytes) -> int:
     return len(webp)
 
 
-def _decoded(data: bytes) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+def _decoded(data: bytes, like: np.ndarray) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(data)).convert(_mode(like)))
+
+
+def _mode(array: np.ndarray) -> str:
+    return "RGBA" if array.shape[2] == 4 else "RGB"
 
 
 def _needs_inputs(about: ImageMetadata) -> bool:

@@ -26,10 +26,10 @@ def sinusoid(value_B: Tensor, channels: int = SINUSOID_CHANNELS, *, scale: float
 class EmbeddingMLP(nn.Module):
     """Linear, SiLU, linear; checkpoint names ``linear_1`` and ``linear_2``."""
 
-    def __init__(self, in_channels: int, dim: int) -> None:
+    def __init__(self, in_channels: int, dim: int, *, bias: bool = True) -> None:
         super().__init__()
-        self.linear_1 = nn.Linear(in_channels, dim)
-        self.linear_2 = nn.Linear(dim, dim)
+        self.linear_1 = nn.Linear(in_channels, dim, bias=bias)
+        self.linear_2 = nn.Linear(dim, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, in_channels] -> [B, dim]."""

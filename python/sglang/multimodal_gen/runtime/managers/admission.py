@@ -128,9 +128,10 @@ def _open_as_zero(value: float | None) -> float:
 def _shaped_like_its_image(params: SamplingParams, config: PipelineConfig) -> SamplingParams:
     """The same with the size that a model for input images chooses where none is given."""
     area, images = config.output_area, params.image_paths
-    if area is None or not images or None not in (params.height, params.width):
+    if area is None or None not in (params.height, params.width):
         return params
-    width, height = area.size_for(*input_image_size(images[-1]))
+    shape = input_image_size(images[-1]) if images else (1, 1)
+    width, height = area.size_for(*shape)
     return replace(
         params,
         height=height if params.height is None else params.height,

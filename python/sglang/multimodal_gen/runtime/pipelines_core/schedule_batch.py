@@ -137,6 +137,8 @@ class Req:
     neg_pooled_embeds: list[Tensor] = _by_some_stage(list)
     prompt_attention_mask: list[Tensor] = _by_some_stage(list)
     negative_attention_mask: list[Tensor] = _by_some_stage(list)
+    picture_spans: list[tuple[int, int]] = _by_some_stage(list)
+    """First token and count of each input image among a prompt's embeddings, alike in all."""
 
     # Latents: packed as the denoiser takes them; the shape before packing is kept.
     latents: Tensor = _by_a_stage()

@@ -101,14 +101,15 @@ def encode_image(
     """The bytes of an image file.
 
     Args:
-        array: uint8 [H, W, 3], RGB.
+        array: uint8 [H, W, 3], RGB; or [H, W, 4] with transparency, which PNG and WebP keep. JPEG
+            has none: the picture is laid over white.
         format: a value of `FORMATS`.
         quality: 1 to 100, for JPEG and WebP; PNG is lossless.
         metadata: stored in the file; None stores nothing.
     """
     assert array.dtype == np.uint8, f"expected uint8 pixels, got {array.dtype}"
-    assert array.ndim == 3, f"expected [H, W, 3], got {array.shape}"
-    assert array.shape[2] == 3, f"expected RGB, got {array.shape}"
+    assert array.ndim == 3, f"expected [H, W, C], got {array.shape}"
+    assert array.shape[2] in (3, 4), f"expected RGB or RGBA, got {array.shape}"
     options: dict[str, Any] = {}
     if format == "PNG":
         options["pnginfo"] = None if metadata is None else _png_text(metadata)
@@ -119,7 +120,8 @@ def encode_image(
         if metadata is not None:
             options["exif"] = exif_of(metadata)
     buffer = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(array)).save(buffer, format, **options)
+    picture = Image.fromarray(np.ascontiguousarray(array))
+    (over_white(picture) if format == "JPEG" else picture).save(buffer, format, **options)
     return buffer.getvalue()
 
 
@@ -158,11 +160,14 @@ def _metadata(found: Mapping[str, Any], parameters: object) -> ImageMetadata | N
     return ImageMetadata(prompt, seed, model, parameters if isinstance(parameters, dict) else {})
 
 
-def load_input_image(path: Path | str, *, max_pixels: int = MAX_INPUT_PIXELS) -> Image.Image:
+def load_input_image(
+    path: Path | str, *, max_pixels: int = MAX_INPUT_PIXELS, keep_alpha: bool = False
+) -> Image.Image:
     """The picture at ``path`` as 8-bit RGB, upright.
 
-    The EXIF orientation is applied; transparent pixels are laid over white; 16-bit grey is scaled
-    to 8 bits; of an animation the first frame is taken.
+    The EXIF orientation is applied; transparent pixels are laid over white, or with ``keep_alpha``
+    stay so, as 8-bit RGBA; 16-bit grey is scaled to 8 bits; of an animation the first frame is
+    taken.
 
     Raises:
         InvalidRequest: missing, no regular file, no image, damaged, or larger than ``max_pixels``
@@ -174,7 +179,7 @@ def load_input_image(path: Path | str, *, max_pixels: int = MAX_INPUT_PIXELS) ->
             upright = ImageOps.exif_transpose(image)
         except _DAMAGE as error:
             raise _damaged(path, error) from error
-        return _rgb(upright, path)
+        return _rgb(upright, path, keep_alpha)
 
 
 def input_image_size(path: Path | str, *, max_pixels: int = MAX_INPUT_PIXELS) -> tuple[int, int]:
@@ -295,7 +300,16 @@ def _check_file(file: Path) -> None:
     raise InvalidRequest(_FIELD, str(file), problem)
 
 
-def _rgb(image: Image.Image, path: Path | str) -> Image.Image:
+def over_white(image: Image.Image) -> Image.Image:
+    """The picture; one with transparency as RGB, laid over white."""
+    if image.mode != "RGBA":
+        return image
+    white = Image.new("RGB", image.size, (255, 255, 255))
+    white.paste(image, mask=image.getchannel("A"))
+    return white
+
+
+def _rgb(image: Image.Image, path: Path | str, keep_alpha: bool) -> Image.Image:
     if image.mode in _SIXTEEN_BIT:
         return _from_sixteen_bit(image, path)
     if image.mode == "F":
@@ -303,6 +317,8 @@ def _rgb(image: Image.Image, path: Path | str) -> Image.Image:
         raise InvalidRequest(_FIELD, str(path), problem)
     if image.has_transparency_data:
         colours = image.convert("RGBA")
+        if keep_alpha:
+            return colours
         white = Image.new("RGBA", colours.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, colours).convert("RGB")
     return image.convert("RGB")

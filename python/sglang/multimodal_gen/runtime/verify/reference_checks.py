@@ -133,7 +133,8 @@ def _noise(evidence: Evidence) -> Finding:
     ours, theirs = (latents_input(b) for b in pairs[0]) if pairs else (None, None)
     if ours is None or theirs is None:
         return stopped(evidence.port)
-    return Finding(relative_l2(ours[1], theirs[1]), ours[0])
+    parts = _ends(theirs[1], ours[1])
+    return Finding(min(relative_l2(ours[1], part) for part in parts), ours[0])
 
 
 def _prediction(step: int) -> Callable[[Evidence], Finding]:
@@ -153,9 +154,22 @@ def _prediction(step: int) -> Callable[[Evidence], Finding]:
 def _followed(evidence: Evidence, step: int, prediction: Tensor) -> Tensor:
     """What of a prediction the loop follows: some denoisers answer at input images' tokens too."""
     steps = evidence.reference.steps
-    if not steps or steps[step].latents.ndim != prediction.ndim:
+    if not steps:
         return prediction
-    return prediction[:, : steps[step].latents.shape[1]]
+    # At tokens of something else, a network says something that is not like what was followed.
+    followed = steps[step].prediction
+    return min(_ends(prediction, followed), key=lambda part: relative_l2(part, followed))
+
+
+def _ends(tokens: Tensor, like: Tensor) -> tuple[Tensor, ...]:
+    """The first and the last so many tokens as ``like`` has; all of them where that has as many.
+
+    Input images stand behind the picture to make, or text and images before it.
+    """
+    count = like.shape[1] if like.ndim == tokens.ndim == 3 else 0
+    if not 0 < count < tokens.shape[1]:
+        return (tokens,)
+    return tokens[:, :count], tokens[:, -count:]
 
 
 def _final_latents(evidence: Evidence) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,18 @@ class TokenizerLoader(ComponentLoader):
                 f"component {spec.name!r}: {spec.path} holds no usable tokenizer: {error}"
             ) from error
         return tokenizer, None
+
+
+class ProcessorTokenizerLoader(TokenizerLoader):
+    """For checkpoints whose tokenizer lies in a processor's folder, under the processor's name: the
+    class is the one that ``tokenizer_config.json`` names."""
+
+    def load_module(
+        self, spec: ComponentSpec, progress: ProgressListener | None
+    ) -> tuple[Any, None]:
+        """The tokenizer."""
+        spec = replace(spec, library="transformers", architecture="AutoTokenizer")
+        return super().load_module(spec, progress)
 
 
 def _check_files(spec: ComponentSpec, vocabulary: dict[str, str]) -> None:

@@ -215,7 +215,7 @@ class QwenImageTransformerBlock(nn.Module):
         # Feed-forward.
         image_BND = image_mlp.add(image_BND, self.img_mlp(image_normed))
         text_BTD = text_mlp.add(text_BTD, self.txt_mlp(text_normed))
-        return _within_fp16(image_BND), _within_fp16(text_BTD)
+        return within_fp16(image_BND), within_fp16(text_BTD)
 
 
 class QwenImageTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
@@ -251,7 +251,7 @@ class QwenImageTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         pooled_projection_dim: int | None = None,
     ) -> None:
         super().__init__()
-        _check_axes(axes_dims_rope, attention_head_dim)
+        check_axes(axes_dims_rope, attention_head_dim)
         for name, given in (
             ("guidance_embeds", guidance_embeds),
             ("use_additional_t_cond", use_additional_t_cond),
@@ -286,7 +286,7 @@ class QwenImageTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         grids = [image, *references]
         start = max(max(height // 2, width // 2) for height, width in grids)
         text = torch.arange(start, start + text_length, device=device)
-        pictures = [_centred(grid, frame, device) for frame, grid in enumerate(grids)]
+        pictures = [centred_positions(grid, frame, device) for frame, grid in enumerate(grids)]
         others = torch.cat([torch.empty(0, POSITION_AXES, device=device), *pictures[1:]])
         positions = (text[:, None].expand(-1, POSITION_AXES), pictures[0], others)
         return PictureRotary(
@@ -328,7 +328,8 @@ class QwenImageTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         return self.proj_out(self.norm_out(image_BND, silu_temb_BD[: len(image_BND)]))
 
 
-def _check_axes(axes_dims_rope: Sequence[int], head_dim: int) -> None:
+def check_axes(axes_dims_rope: Sequence[int], head_dim: int) -> None:
+    """Raise ValueError unless the rotary axes share out a head's channels."""
     if (
         len(axes_dims_rope) != POSITION_AXES
         or sum(axes_dims_rope) != head_dim
@@ -340,7 +341,7 @@ def _check_axes(axes_dims_rope: Sequence[int], head_dim: int) -> None:
         )
 
 
-def _centred(grid: Grid, frame: int, device: torch.device) -> Tensor:
+def centred_positions(grid: Grid, frame: int, device: torch.device) -> Tensor:
     """Positions [h * w, 3] of a picture; of an odd count, one more lies before the middle."""
     height, width = grid
     ids = torch.full((height, width, POSITION_AXES), frame, device=device)
@@ -357,7 +358,7 @@ def _key_mask(text_mask_BT: Tensor | None, image_length: int) -> Tensor | None:
     return seen[:, None, None, :]
 
 
-def _within_fp16(x: Tensor) -> Tensor:
+def within_fp16(x: Tensor) -> Tensor:
     """float16 overflows to infinity in late blocks: the reference clips there, and only there."""
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 

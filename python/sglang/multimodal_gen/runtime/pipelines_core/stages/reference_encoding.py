@@ -55,7 +55,7 @@ class ReferenceEncodingStage(VAEEncodingStage):
         )
         packed: list[Tensor] = []
         for image in batch.condition_image:
-            pixels = to_pixels(image, self.area).to(parameter)
+            pixels = to_pixels(image, self.area, config.vae_config.in_channels).to(parameter)
             if config.vae_config.temporal_compression_ratio > 1:
                 pixels = pixels.unsqueeze(2)  # a clip of one frame
             latents = (self.work.encode(pixels) - shift) * scale
@@ -67,9 +67,12 @@ class ReferenceEncodingStage(VAEEncodingStage):
         return batch
 
 
-def to_pixels(image: Image.Image, area: PictureArea) -> Tensor:
-    """[1, 3, height, width] in -1..1, about as many pixels as ``area`` says."""
+def to_pixels(image: Image.Image, area: PictureArea, channels: int) -> Tensor:
+    """[1, channels, height, width] in -1..1, about as many pixels as ``area`` says; the fourth
+    channel is what is opaque."""
     size = area.size_for(*image.size)
-    resized = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+    resized = image.convert("RGBA" if channels == 4 else "RGB").resize(
+        size, Image.Resampling.LANCZOS
+    )
     pixels = torch.from_numpy(np.asarray(resized, dtype=np.float32) / 255) * 2 - 1
     return pixels.permute(2, 0, 1)[None]

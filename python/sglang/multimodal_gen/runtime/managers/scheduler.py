@@ -151,6 +151,11 @@ class Scheduler:
             self._line.add(ticket)
             self._changed.notify_all()
 
+    def has(self, ticket_id: str) -> bool:
+        """Whether a request is here: waiting, or at work."""
+        with self._changed:
+            return ticket_id in self._tickets
+
     def cancel(self, ticket_id: str, error: DiffusionError | None = None) -> bool:
         """End a request, waiting or running; False if there is none of that id any more.
 

@@ -488,3 +488,19 @@ def test_a_webhook_is_told_of_the_end(durable, monkeypatch):
         receiver.shutdown()
         thread.join(10)
         receiver.server_close()
+
+
+def test_a_sweep_that_fails_is_not_the_last(durable, monkeypatch, caplog):
+    live = durable()
+    sweeps = []
+
+    def fail(now):
+        sweeps.append(now)
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(live.service, "sweep", fail)
+    deadline = time.monotonic() + 10
+    while len(sweeps) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "a sweep failed" in caplog.text

@@ -110,3 +110,5 @@ def sweep(context: Context) -> None:
         service.sweep(time.time())
     except StoreUnavailable as error:  # it is tried again in a moment
         logger.warning("%s", error)
+    except Exception:  # the next sweep must come: without it nothing expires any more
+        logger.exception("a sweep failed")

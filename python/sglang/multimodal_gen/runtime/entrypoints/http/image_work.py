@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from anyio import CancelScope
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
@@ -258,7 +259,8 @@ class ImageWork:
                 yield text
         finally:
             gone.cancel()
-            job.cancel()  # does nothing to a job that ended
+            with CancelScope(shield=True):  # the client may be gone, and this task cancelled
+                await run_in_threadpool(job.cancel)  # does nothing to a job that ended
 
     async def _partial(self, job: Job, preview: Preview, shown: Counter[int]) -> str:
         file = await run_in_threadpool(self._encode, preview.pixels, None)

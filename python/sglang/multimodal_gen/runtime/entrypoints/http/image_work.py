@@ -316,6 +316,7 @@ async def result_or_gone(job: Job, request: Request, *, stops: bool = True) -> F
         DiffusionError: the job failed or was stopped.
     """
     done: asyncio.Future[FinishedJob] = asyncio.wrap_future(job.result)
+    done.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard, if too late
     gone = asyncio.ensure_future(disconnected(request))
     try:
         await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)

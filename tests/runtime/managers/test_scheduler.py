@@ -429,3 +429,20 @@ def test_many_threads_may_submit_and_cancel_while_it_runs():
         assert heard.error is None or isinstance(heard.error, Cancelled)
     assert bench.runner.batches
     assert max(bench.runner.sizes) <= 4
+
+
+def test_a_watcher_that_fails_ends_its_own_request_and_no_other():
+    """The thread that runs batches must outlive it: without that nothing runs any more."""
+    bench = Bench(max_batch=2)
+    bad, good = bench.submit("a", seed=1), bench.submit("b", seed=2)
+
+    def made(output):
+        raise MemoryError("no room for the pixels")
+
+    bad.made = made
+    assert bench.scheduler.run_next()
+    assert isinstance(bad.error, InternalError)
+    assert (good.events[-2:], good.error) == (["made", "ended"], None)
+    later = bench.submit("c")
+    assert bench.scheduler.run_next()
+    assert later.error is None

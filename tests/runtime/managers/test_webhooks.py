@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.server
 import json
+import socket
 import threading
+import time
 
 import openai
 import pytest
 from sqlalchemy import select
 
 from runtime.managers.stubs import Clock
+from sglang.multimodal_gen.runtime.managers import webhooks as sending
 from sglang.multimodal_gen.runtime.managers.jobs import JobRecord
 from sglang.multimodal_gen.runtime.managers.storage.database import Database, webhooks
 from sglang.multimodal_gen.runtime.managers.storage.sql_jobs import SqlJobStore
@@ -185,3 +189,50 @@ def test_secrets():
     with pytest.raises(ValueError, match="base64"):
         secret_bytes("whsec_***")
     assert signature("a", "m", 1, "x") != signature("b", "m", 1, "x")
+
+
+@contextlib.contextmanager
+def dripping(seconds: float):
+    """A receiver that answers one byte at a time, each within any read's patience."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
+        over = threading.Event()
+
+        def serve():
+            line = stack.enter_context(listener.accept()[0])
+            begin = time.monotonic()
+            with contextlib.suppress(OSError):
+                line.sendall(b"HTTP/1.1 200 OK\r\nx-slow: ")
+                while time.monotonic() - begin < seconds and not over.wait(0.05):
+                    line.sendall(b"a")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/hook"
+        over.set()
+        thread.join(10)
+
+
+def test_a_receiver_that_takes_for_ever_holds_up_nobody(database, clock, sender, receiver):
+    store = SqlJobStore(database)
+    with dripping(8.0) as slow:
+        for number, url in enumerate((slow, receiver.url)):
+            job_id = f"j{number}"
+            store.add(JobRecord(id=job_id, kind="k", model="m", created_at=clock(), webhook=url))
+            store.update(job_id, status="completed", completed_at=clock() - 10 + number)
+        begin = time.monotonic()
+        assert sender(timeout=0.5).send_due() == 1
+        assert time.monotonic() - begin < 3
+    assert len(receiver.seen) == 1
+    ((attempts, _),) = left(database)  # the slow one is tried again
+    assert attempts == 1
+
+
+def test_an_address_that_cannot_be_tried_ends_no_thread(database, clock, sender, monkeypatch):
+    end_a_job(database, clock, "http://example.com/hook")
+
+    def broken(url, policy):
+        raise UnicodeError("label too long")
+
+    monkeypatch.setattr(sending, "resolve", broken)
+    assert sender().send_due() == 0
+    assert left(database)[0][0] == 1

@@ -11,10 +11,13 @@ import pytest
 
 from runtime.entrypoints.http.conftest import SlowRunner
 from runtime.entrypoints.http.conftest import description as description
+from runtime.entrypoints.http.conftest import editor as editor
 from runtime.entrypoints.http.conftest import start as start
+from runtime.entrypoints.http.video_server import describe, serving_clips, write_model
 from sglang.multimodal_gen.runtime.entrypoints.bench.load import connected, made_alone, run_load
-from sglang.multimodal_gen.runtime.entrypoints.bench.mix import MixEntry, plan
+from sglang.multimodal_gen.runtime.entrypoints.bench.mix import MixEntry, mix_for, plan
 from sglang.multimodal_gen.runtime.entrypoints.bench.report import failed, summary, table_of
+from sglang.multimodal_gen.runtime.managers.worker import Worker
 from sglang.multimodal_gen.runtime.utils.errors import InternalError, UserError
 
 SMALL = {"prompt": "a fox", "size": "64x48", "num_inference_steps": 2, "max_sequence_length": 16}
@@ -153,3 +156,31 @@ def test_a_mix_that_the_server_refuses_ends_with_its_words(start):
     live = start()
     with pytest.raises(UserError, match=r"'odd' of the mix.*multiple"):
         loaded(live, (MixEntry("odd", SMALL | {"size": "65x48"}),))
+
+
+def test_edits_are_asked_for_and_compared(start, editor):
+    live = start(model=editor)
+    usual = mix_for(live.http.get("/v1/models").json()["data"][0]["tasks"])
+    (edit,) = [entry for entry in usual if entry.asks == "edit"]
+    mix = (dataclasses.replace(edit, body=edit.body | {"max_sequence_length": 16}),)
+    found = loaded(live, mix, count=6)
+    assert (found["ok"], found["compared"], found["wrong"]) == (6, 6, 0)
+    assert all(batch.image_path for batch in live.runner.batches)
+
+
+def test_videos_are_waited_for_and_fetched(tmp_path):
+    model = describe(write_model(tmp_path))
+    with serving_clips(model, Worker(model)) as live:
+        mix = mix_for(live.http.get("/v1/models").json()["data"][0]["tasks"])
+        assert {entry.name for entry in mix} >= {"video", "video cancelled"}
+        found = loaded(live, [entry for entry in mix if entry.name == "video"], count=4)
+        assert (found["ok"], found["lost"], found["error"]) == (4, 0, 0)
+        assert [outcome["images"] for outcome in found["outcomes"]] == [1] * 4
+        assert len(live.http.get("/v1/videos").json()["data"]) == 4
+        live.runner.step_seconds = 0.1
+        found = loaded(live, [entry for entry in mix if entry.name == "video cancelled"], count=1)
+        assert found["cancelled"] == 1
+        live.runner.step_seconds = 0.0
+        wrong = (MixEntry("bad", {"prompt": "x", "num_frames": 0}, asks="video"),)
+        found = loaded(live, wrong, count=1)
+        assert found["errors_by_code"] == {"invalid_value": 1}

@@ -12,6 +12,7 @@ import pytest
 from sglang.multimodal_gen.runtime.entrypoints.bench.mix import (
     DEFAULT_MIX,
     MixEntry,
+    mix_for,
     plan,
     read_mix,
 )
@@ -79,3 +80,50 @@ def test_a_bad_file_is_refused_with_the_place(tmp_path, text, said):
     path.write_text(text)
     with pytest.raises(UserError, match=said):
         read_mix(str(path))
+
+
+def task(makes, image="no", video="no", name="x"):
+    return {"name": name, "makes": makes, "image": image, "video": video}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "asked"),
+    [
+        ([task("image")], {"picture"}),
+        ([task("image", "must")], {"edit"}),
+        ([task("image"), task("image", "must")], {"picture", "edit"}),
+        ([task("video")], {"video"}),
+        ([task("image", "may"), task("video", "must")], {"picture", "edit", "video"}),
+    ],
+)
+def test_a_mix_is_what_the_model_can_do(tasks, asked):
+    mix = mix_for(tasks)
+    assert {entry.asks for entry in mix} == asked
+    assert len({entry.name for entry in mix}) == len(mix)
+    given = [e for e in mix if e.asks == "video" and "input_reference" in e.body]
+    assert bool(given) == (tasks[-1]["makes"] == "video" and tasks[-1]["image"] != "no")
+
+
+def test_a_model_that_only_changes_videos_has_no_usual_mix():
+    with pytest.raises(UserError, match="name one by --mix"):
+        mix_for([task("video", video="must")])
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ({"asks": "song"}, "must be picture or edit or video"),
+        ({"asks": "video", "cancel_after": 1}, "cancel_by: route"),
+    ],
+)
+def test_what_is_asked_for_is_checked(tmp_path, entry, problem):
+    (tmp_path / "m.json").write_text(json.dumps([{"body": {"prompt": "x"}} | entry]))
+    with pytest.raises(UserError, match=problem):
+        read_mix(str(tmp_path / "m.json"))
+
+
+def test_where_several_tasks_fit_one_is_named():
+    tasks = [task("image", "may", name="TI2I"), task("image", "must", name="I2I")]
+    by_name = {entry.name: entry.body for entry in mix_for(tasks)}
+    assert by_name["edit"]["task_type"] == "TI2I"
+    assert "task_type" not in by_name["small"]

@@ -317,6 +317,7 @@ def test_inputs_wait_for_a_server_that_was_killed(durable, editor, tmp_path):
     assert response.status_code == 202, response.text
     job_id = response.json()["id"]
     assert [p.suffix for p in stored(tmp_path)] == [".input"]
+    live.context.lifecycle._keeper.close()  # as if killed: it would claim its job again at once
     with sqlite3.connect(tmp_path / "state" / "jobs.sqlite3") as connection:
         connection.execute("UPDATE jobs SET owner = 'killed', lease_until = 1")
     connection.close()
@@ -487,3 +488,19 @@ def test_a_webhook_is_told_of_the_end(durable, monkeypatch):
         receiver.shutdown()
         thread.join(10)
         receiver.server_close()
+
+
+def test_a_sweep_that_fails_is_not_the_last(durable, monkeypatch, caplog):
+    live = durable()
+    sweeps = []
+
+    def fail(now):
+        sweeps.append(now)
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(live.service, "sweep", fail)
+    deadline = time.monotonic() + 10
+    while len(sweeps) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "a sweep failed" in caplog.text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import io
 import json
 import socket
@@ -16,6 +18,7 @@ import pytest
 from PIL import Image
 
 from runtime.entrypoints.http.conftest import SMALL, SlowRunner, running
+from sglang.multimodal_gen.runtime.entrypoints.http.image_work import ImageWork
 from sglang.multimodal_gen.runtime.entrypoints.http.opening import open_service
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.server_args.serving import ServingArgs
@@ -135,3 +138,58 @@ def test_health_is_quick_while_pictures_are_made_and_encoded(start):
             time.sleep(0.02)
     worker.join()
     assert sorted(times)[-2] < 0.1
+
+
+def watch_the_store(live, monkeypatch) -> tuple[list[str], list[str]]:
+    """The questions to the job store on the event loop, and the ids that were to be cancelled."""
+    asked, cancels = [], []
+    for name in ("get", "list", "update"):
+        real = getattr(live.service.jobs, name)
+
+        def watched(*args, real=real, name=name, **kwargs):
+            with contextlib.suppress(RuntimeError):
+                asyncio.get_running_loop()
+                asked.append(name)
+            if "cancel_requested" in kwargs:
+                cancels.append(args[0])
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(live.service.jobs, name, watched)
+    return asked, cancels
+
+
+def test_a_stream_whose_client_left_before_it_began_is_stopped(start, monkeypatch):
+    """And its record is written, but not on the event loop: a database may be locked."""
+    live = start(SlowRunner(step_seconds=0.05))
+    asked, _ = watch_the_store(live, monkeypatch)
+    submit, entered, left = ImageWork._submit, threading.Event(), threading.Event()
+
+    def late(self, on_preview):
+        job = submit(self, on_preview)
+        entered.set()
+        left.wait(5)
+        time.sleep(0.3)  # until the server has heard of it
+        return job
+
+    monkeypatch.setattr(ImageWork, "_submit", late)
+    client = raw(live, {"num_inference_steps": 100, "stream": True})
+    assert entered.wait(5)
+    client.close()
+    left.set()
+    deadline = time.monotonic() + 4
+    while not live.service.scheduler.idle:
+        assert time.monotonic() < deadline, "it runs for nobody"
+        time.sleep(0.02)
+    assert asked == []
+
+
+def test_a_job_that_ended_is_not_cancelled_and_no_store_is_asked_on_the_event_loop(
+    start, monkeypatch
+):
+    live = start()
+    asked, cancels = watch_the_store(live, monkeypatch)
+    job_id = live.generate().json()["id"]
+    assert "completed" in live.generate(stream=True).text
+    assert live.http.get(f"/v1/jobs/{job_id}/events").status_code == 200
+    assert live.http.get(f"/v1/jobs/{job_id}").status_code == 200
+    assert (asked, cancels) == ([], [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 import time
@@ -14,7 +15,7 @@ from runtime.entrypoints.http.conftest import SlowRunner
 from sglang.multimodal_gen.configs.task_type import DataType
 from sglang.multimodal_gen.runtime.entrypoints.http import job_events
 from sglang.multimodal_gen.runtime.managers.service import WorkOrder
-from sglang.multimodal_gen.runtime.utils.errors import InternalError
+from sglang.multimodal_gen.runtime.utils.errors import InternalError, StoreUnavailable
 
 SETTINGS = {"prompt": "a fox", "height": 48, "width": 64, "max_sequence_length": 16}
 
@@ -159,3 +160,21 @@ def test_a_listener_does_not_hold_a_server_that_stops(start):
     live.context.lifecycle.stop_taking()
     service.scheduler.abandon()
     assert ended.wait(3)
+
+
+def test_a_store_that_does_not_answer_for_a_moment_ends_no_stream(start, monkeypatch):
+    monkeypatch.setattr(job_events, "POLL_SECONDS", 0.01)
+    live = start(SlowRunner(step_seconds=0.02))
+    job = submit(live, 10)
+    get, failures = live.service.jobs.get, [1] * 3
+    looks = itertools.count()
+
+    def sometimes(job_id):
+        if next(looks) > 2 and failures:
+            failures.pop()
+            raise StoreUnavailable("the database is locked")
+        return get(job_id)
+
+    monkeypatch.setattr(live.service.jobs, "get", sometimes)
+    assert heard(live, job.id)[-1]["event"] == "job.completed"
+    assert not failures

@@ -411,3 +411,11 @@ def test_it_waits_for_a_model_that_loads(browser, description):
         go.set()
         ready(page)
         assert page.locator("#run").is_enabled()
+
+
+def test_the_schemas_page_asks_nobody_else(browser, start):
+    live = start()
+    with visit(browser, live.url) as page:
+        page.goto(f"{live.url}/docs")
+        page.locator(".opblock").first.wait_for()
+        assert page.get_by_text("/v1/images/generations").is_visible()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
@@ -211,7 +212,20 @@ def test_the_schema_names_every_route_with_examples_and_errors(shared):
     for example in schema["components"]["schemas"]["ImageGeneration"]["examples"]:
         body = {k: v for k, v in example.items() if k != "size"}
         assert shared.generate(**body).status_code == 200
-    assert shared.http.get("/docs").status_code == 200
+
+
+def test_the_schemas_page_is_of_this_server_alone(shared):
+    page = shared.http.get("/docs")
+    places = re.findall(r'(?:src|href)="(docs[^"]+)"', page.text)
+    assert len(places) == 3
+    assert "//" not in page.text
+    for place in places:
+        file = shared.http.get(f"/{place}")
+        assert file.status_code == 200
+        assert file.headers["content-type"].partition(";")[0] in ("text/javascript", "text/css")
+    assert "script-src 'self';" in page.headers["content-security-policy"]
+    shared.refusal(shared.http.get("/docs/redoc.standalone.js"), 404)
+    shared.refusal(shared.http.get("/docs/..%2f__init__.py"), 404)
 
 
 def _refs(node):

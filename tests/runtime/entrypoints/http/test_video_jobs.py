@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import threading
@@ -324,3 +325,26 @@ def test_whoever_goes_away_does_not_stop_it(serve):
     with httpx.Client(base_url=live.url) as client:
         video = client.post("/v1/videos", json={"prompt": "x", "num_frames": 1}).json()["id"]
     assert until(live, video)["status"] == "completed"
+
+
+def test_no_route_asks_the_store_on_the_event_loop(serve, monkeypatch):
+    """A locked database must not stop every other client's answer."""
+    live = serve()
+    asked = []
+    for name in ("get", "list", "update", "delete"):
+        real = getattr(live.service.jobs, name)
+
+        def watched(*args, real=real, name=name, **kwargs):
+            with contextlib.suppress(RuntimeError):
+                asyncio.get_running_loop()
+                asked.append(name)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(live.service.jobs, name, watched)
+    video_id = until(live, post(live)["id"])["id"]
+    place = f"/v1/videos/{video_id}"
+    for path in (place, f"{place}/content", f"/v1/videos?after={video_id}"):
+        assert live.http.get(path).status_code == 200
+    assert live.http.delete(place).status_code == 200
+    assert live.http.get(place).status_code == 404
+    assert asked == []

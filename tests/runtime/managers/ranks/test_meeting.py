@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
 from rank_stubs import script_model
-from sglang.multimodal_gen.runtime.distributed.process_group import serve_store
+from sglang.multimodal_gen.runtime.distributed.process_group import listen_on, serve_store
 from sglang.multimodal_gen.runtime.managers.ranks.meeting import (
     Guests,
     common_arguments,
@@ -95,3 +96,43 @@ def test_a_front_that_is_gone_is_told(meeting):
     guests._listener.close()
     with pytest.raises(WorkerDied, match=r"rank 0 cannot be reached at 127\.0\.0\.1:"):
         meet_front(front, Hello(1, 1, None))
+
+
+def test_the_front_listens_where_it_is_looked_for_and_nowhere_else(meeting):
+    """CB-133"""
+    guests, front = meeting
+    assert guests._listener.getsockname() == ("127.0.0.1", front.port)
+
+
+@pytest.mark.parametrize(
+    ("host", "place"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("localhost", "127.0.0.1"),
+        ("node0", "0.0.0.0"),  # itself, to itself alone
+        ("gateway", "0.0.0.0"),
+        ("nowhere", "0.0.0.0"),
+    ],
+)
+def test_which_interface_is_listened_on(host, place, monkeypatch):
+    known = {"node0": "127.0.1.1", "gateway": "203.0.113.7"}
+    look_up = socket.getaddrinfo
+
+    def found(name, *args, **kwargs):
+        if name == "nowhere":
+            raise socket.gaierror("no such name")
+        return look_up(known.get(name, name), *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    with listen_on(host, 0) as listener:
+        assert listener.getsockname()[0] == place
+
+
+def test_the_store_listens_there_too():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    store, _ = serve_store(("127.0.0.1", port))
+    listening = Path("/proc/net/tcp").read_text().split()
+    assert f"0100007F:{port:04X}" in listening
+    assert f"00000000:{port:04X}" not in listening
+    del store

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import sqlite3
 import threading
 import time
@@ -7,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sqlalchemy import select, text
+from sqlalchemy.engine import make_url
 
 from sglang.multimodal_gen.runtime.managers.storage import database as module
 from sglang.multimodal_gen.runtime.managers.storage.database import REST_SECONDS, Database, jobs
@@ -100,3 +102,29 @@ def test_a_statement_that_fails_stops_nobody(open_database):
         connection.execute(text("UPDATE nothing SET x = 1"))
     with database.write() as connection:
         connection.execute(text("UPDATE jobs SET progress = 1"))
+
+
+def test_a_database_that_takes_the_line_and_says_nothing_is_not_waited_for(monkeypatch):
+    """A host behind a broken network: whoever needs it must hear of it, and not hang."""
+    monkeypatch.setattr(module, "_CONNECT_SECONDS", 2)  # the least that libpq heeds
+    errors: list[Exception] = []
+
+    def connect(url: str) -> None:
+        try:
+            Database(url)
+        except StoreUnavailable as error:
+            errors.append(error)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"postgresql://nobody@127.0.0.1:{silent.getsockname()[1]}/none"
+        thread = threading.Thread(target=connect, args=(url,), daemon=True)
+        thread.start()
+        thread.join(8)
+        assert not thread.is_alive()
+    assert len(errors) == 1
+
+
+def test_the_database_urls_own_limits_come_first():
+    options = module._postgres_options(make_url("postgresql://h/d?connect_timeout=3"))
+    assert "connect_timeout" not in options
+    assert options["tcp_user_timeout"] > 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
+import logging
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,6 +15,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from sglang.multimodal_gen.runtime.distributed.layout import ParallelLayout
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
+
+logger = logging.getLogger(__name__)
 
 MEETING_SECONDS = 600
 """How long ranks wait for each other at the start: nodes are started by hand."""
@@ -42,7 +47,8 @@ def serve_store(address: tuple[str, int] | None = None) -> tuple[dist.TCPStore, 
     """Make the store of a run in this process; it lives as long as the object.
 
     Without an address it listens on the loopback interface alone, at a port that the system
-    chooses: the socket is open before anyone knows the port, so nobody can take it.
+    chooses: the socket is open before anyone knows the port, so nobody can take it. With one, on
+    the interface that its host names (`listen_on`).
 
     Raises:
         OSError: the port is taken.
@@ -52,7 +58,7 @@ def serve_store(address: tuple[str, int] | None = None) -> tuple[dist.TCPStore, 
         host, port = "127.0.0.1", listener.getsockname()[1]
     else:
         host, port = address
-        listener = socket.create_server(("", port))
+        listener = listen_on(host, port)
     store = dist.TCPStore(
         host,
         port,
@@ -62,6 +68,36 @@ def serve_store(address: tuple[str, int] | None = None) -> tuple[dist.TCPStore, 
         master_listen_fd=listener.detach(),
     )
     return store, StoreAddress(host, port)
+
+
+def listen_on(host: str, port: int) -> socket.socket:
+    """A listening socket on the interface that ``host`` names.
+
+    On every interface where that cannot be: ``host`` is none of this machine's addresses (others
+    reach it through a gateway), or a name that only means this machine to itself, as a line such as
+    ``127.0.1.1 node0`` in its hosts file makes it.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    for family, _, _, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
+        place = str(address[0])
+        if ipaddress.ip_address(place.partition("%")[0]).is_loopback and host not in (
+            place,
+            "localhost",
+        ):
+            continue
+        try:
+            return socket.create_server((place, port), family=family)
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+    logger.warning("%r is no address of this machine's own: listening on all interfaces", host)
+    return socket.create_server(("", port))
 
 
 def join_ranks(

@@ -16,6 +16,7 @@ from sglang.multimodal_gen.runtime.utils.errors import (
     DeadlineExceeded,
     DiffusionError,
     FailedBefore,
+    InputLost,
     InvalidRequest,
     KeyReused,
     NonFiniteOutput,
@@ -139,6 +140,7 @@ _ANSWERS: tuple[tuple[type[DiffusionError], _Answer], ...] = (
         lambda _: ClientError(409, "the request was cancelled", code="cancelled", retry=False),
     ),
     (DeadlineExceeded, _server_error(504, "deadline_exceeded")),
+    (InputLost, _server_error(500, "input_lost")),
     (NonFiniteOutput, _server_error(500, "non_finite_output", "the model made NaN or infinity")),
     (WorkerDied, _server_error(500, "worker_died", "the process that made this died")),
 )

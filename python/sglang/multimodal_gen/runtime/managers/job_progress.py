@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinishedJob:
-    """What a job made, and what it took. ``queue_seconds`` is the wait for its first batch.
+    """What a job made, and what it took. ``queue_seconds`` is the wait for its first batch here.
 
     Of outputs that were kept, ``results`` say where they are, and ``images`` and ``videos`` are
     empty.
@@ -85,7 +85,8 @@ class JobPlaces:
 class JobProgress:
     """A `waiting_line.Watcher`. ``parts`` is how many batches the job is cut into.
 
-    ``folder`` holds input files that were fetched for it, and goes with its end.
+    ``folder`` holds input files that were fetched for it, and goes with its end. ``came_at`` is
+    when it came into line here: later than the record says, where it was interrupted.
     """
 
     record: JobRecord
@@ -101,12 +102,16 @@ class JobProgress:
     warnings: list[str] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     peak_memory_mb: float = 0.0
+    came_at: float = 0.0
     started_at: float | None = None
     percent: int = 0
     count: int = 0
     _ended: bool = False
     _failure: DiffusionError | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.came_at = self.came_at or self.record.created_at
 
     def started(self) -> None:
         """The first batch begins."""
@@ -257,6 +262,9 @@ class JobProgress:
             return
         try:
             record = self.places.store.get(self.record.id)
+            if record is None and self.keeps_states:  # nobody will go on with it
+                assert self.places.checkpoints is not None
+                self.places.checkpoints.drop(self.record.id, range(self.parts))
             if record is None or record.owner != self.places.owner:
                 self._discard_all_but(() if record is None else record.results)
         except StoreUnavailable as error:  # it is not known: what is made stays until it expires
@@ -285,7 +293,7 @@ class JobProgress:
                 keeper.keep_until(record.results, record.completed_at + keeper.file_ttl)
             drop_files(keeper.files, input_ids(record))
             self._discard_all_but(record.results)
-        except StoreUnavailable as error:  # the sweep of orphans will find them
+        except StoreUnavailable as error:  # the end of the record takes them along
             logger.warning("files of job %s were not removed: %s", record.id, error)
 
     def _write(self, **changes: Any) -> JobRecord | None:
@@ -314,7 +322,7 @@ class JobProgress:
             results=tuple(self.results),
             settings=self._settings(),
             warnings=tuple(self.warnings),
-            queue_seconds=began - self.record.created_at,
+            queue_seconds=began - self.came_at,
             run_seconds=now - began,
             timings=self.timings,
             peak_memory_mb=self.peak_memory_mb,

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sglang.multimodal_gen.runtime.managers.client_error import PATH_SETTINGS
 from sglang.multimodal_gen.runtime.managers.file_store import FileStore
-from sglang.multimodal_gen.runtime.managers.jobs import JobRecord
+from sglang.multimodal_gen.runtime.managers.jobs import JobRecord, JobStore
 from sglang.multimodal_gen.runtime.managers.keeping import file_ids
-from sglang.multimodal_gen.runtime.utils.errors import OutputError, StoreUnavailable
+from sglang.multimodal_gen.runtime.utils.errors import InputLost, OutputError, StoreUnavailable
+
+logger = logging.getLogger(__name__)
 
 
 def keep_inputs(
@@ -46,7 +50,8 @@ def fetched_inputs(
     The folder is the caller's to remove, unless this raises.
 
     Raises:
-        OutputError: one is gone, or there is no place for it.
+        InputLost: one is gone.
+        OutputError: one cannot be read now, or there is no place for it.
     """
     if not inputs:
         yield {}, None
@@ -85,10 +90,54 @@ def drop_files(store: FileStore | None, file_ids: Iterable[str]) -> None:
             store.delete(file_id)
 
 
+class FilesToDrop:
+    """Removes files; what the store does not let go of now goes when it is asked again."""
+
+    def __init__(self, store: FileStore | None) -> None:
+        self.store = store
+        self._left: list[tuple[str | None, str]] = []
+        self._lock = threading.Lock()
+
+    def drop(self, file_ids: Iterable[str]) -> None:
+        """Remove files, now or later."""
+        self._try([(None, file_id) for file_id in file_ids])
+
+    def drop_unless_kept(self, job_id: str, file_ids: Iterable[str]) -> None:
+        """Remove a job's inputs later, should it turn out that the store never took the job."""
+        with self._lock:
+            self._left += [(job_id, file_id) for file_id in file_ids]
+
+    def again(self, jobs: JobStore) -> None:
+        """Try what is left.
+
+        Raises:
+            StoreUnavailable: it is not the time yet.
+        """
+        with self._lock:
+            left = list(self._left)
+        if not left:
+            return
+        doubtful = {job_id for job_id, _ in left if job_id is not None}
+        kept = {job_id for job_id in doubtful if jobs.get(job_id) is not None}
+        with self._lock:
+            self._left = self._left[len(left) :]  # others only append
+        self._try([entry for entry in left if entry[0] not in kept])
+
+    def _try(self, files: list[tuple[str | None, str]]) -> None:
+        for index, (_, file_id) in enumerate(files):
+            try:
+                drop_files(self.store, [file_id])
+            except StoreUnavailable as error:
+                logger.warning("%d files are removed later: %s", len(files) - index, error)
+                with self._lock:
+                    self._left += files[index:]
+                return
+
+
 def _stored(store: FileStore | None, file_id: str) -> bytes:
     data = None if store is None else store.read(file_id)
     if data is None:
-        raise OutputError("an input of the job is not stored any more")
+        raise InputLost("an input of the job is not stored any more; send the request again")
     return data
 
 

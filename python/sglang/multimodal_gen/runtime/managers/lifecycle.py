@@ -129,7 +129,12 @@ class Lifecycle:
             self._dispatcher = Dispatcher(service.scheduler)
             self._dispatcher.start()
             self._keeper = JobKeeper(service)
-            self._keeper.start()  # what was interrupted comes before what is new
+        # What was interrupted comes before what is new; its inputs may come from afar, so the
+        # lock is free: whoever asks meanwhile, and be it the event loop, is told that we load.
+        self._keeper.start()
+        with self._lock:
+            if self.phase != "loading":
+                return
             self.phase = "ready"
         self._on_ready(service.served_name)
 

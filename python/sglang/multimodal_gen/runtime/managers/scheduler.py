@@ -151,6 +151,11 @@ class Scheduler:
             self._line.add(ticket)
             self._changed.notify_all()
 
+    def has(self, ticket_id: str) -> bool:
+        """Whether a request is here: waiting, or at work."""
+        with self._changed:
+            return ticket_id in self._tickets
+
     def cancel(self, ticket_id: str, error: DiffusionError | None = None) -> bool:
         """End a request, waiting or running; False if there is none of that id any more.
 
@@ -346,7 +351,13 @@ class Scheduler:
     def _finished(self, running: RunningBatch, output: OutputBatch) -> None:
         for member in running.live:
             ticket = member.ticket
-            ticket.watcher.made(part_of(output, ticket.parts[member.part], member.rows))
+            try:
+                ticket.watcher.made(part_of(output, ticket.parts[member.part], member.rows))
+            except Exception as error:  # the boundary around a watcher: as around a runner
+                logger.exception("the output of request %s was not taken", ticket.id)
+                problem = f"{type(error).__name__} when the output was passed on: {error}"
+                self._end(ticket, InternalError(problem))
+                continue
             if member.part == len(ticket.parts) - 1:
                 self._end(ticket, None)
 

@@ -34,7 +34,7 @@ from sglang.multimodal_gen.runtime.managers.keeping import (
     require_files,
 )
 from sglang.multimodal_gen.runtime.managers.kept_inputs import (
-    drop_files,
+    FilesToDrop,
     fetched_inputs,
     files_of,
     input_ids,
@@ -112,11 +112,13 @@ class GenerationService:
         )
         """Stores the outputs of orders that want it; None where no files are kept."""
         self.keeping = KeepingLine()
+        self.leftovers = FilesToDrop(files)
         self.checkpoints = checkpoints
         self.owner = uuid.uuid4().hex if owner is None else owner
         self.lease_seconds = lease_seconds
         self.places = JobPlaces(jobs, self.owner, clock, job_ttl, checkpoints, self._forget)
         self._live: dict[str, JobProgress] = {}
+        self._followed: dict[str, FollowedRecord] = {}
         self._lock = threading.Lock()
         self.observer = Observer()
         self.adapters: dict[str, Any] = self._adapter_status()
@@ -185,7 +187,8 @@ class GenerationService:
             raise
         book()
         self.observer.job(record, parts, watcher.result)
-        return Job(job_id, watcher.result, lambda: self.cancel(job_id), record)
+        result = watcher.result
+        return Job(job_id, result, lambda: not result.done() and self.cancel(job_id), record)
 
     def admitted(self, order: WorkOrder) -> list[Req]:
         """The batches of an order; raises as `submit`."""
@@ -211,15 +214,17 @@ class GenerationService:
             order = order_of(record, paths)
             parts = self.admitted(order)
             watcher = self._watch(record, order, parts, None, folder)
+            watcher.came_at = self.clock()
             first = watcher.take_up(record.results, parts)
             if first < len(parts) and self.checkpoints is not None:
                 parts[first].resume_from = self.checkpoints.load(record.id, first)
             with self._lock:
                 self._live[record.id] = watcher
-            now = self.clock()
             if first == len(parts):
+                self.observer.job(record, parts, watcher.result)
                 watcher.ended(None)
                 return
+            now = watcher.came_at
             try:
                 self.scheduler.submit(
                     record.id,
@@ -230,7 +235,7 @@ class GenerationService:
                     waited=max(0.0, now - record.created_at),
                     first_part=first,
                 )
-            except DiffusionError:
+            except BaseException:
                 self._forget(record.id)
                 raise
         self.observer.job(record, parts, watcher.result)
@@ -240,7 +245,22 @@ class GenerationService:
         watcher = self.live.get(record.id)
         if watcher is not None:
             return Job(record.id, watcher.result, lambda: False, record)
-        return Job(record.id, FollowedRecord(self.jobs, record).result, lambda: False, record)
+        return Job(record.id, self._follow(record), lambda: False, record)
+
+    def _follow(self, record: JobRecord) -> Future[FinishedJob]:
+        """The end of another server's job; all who wait for it share one look at it."""
+        with self._lock:
+            known = self._followed.get(record.id)
+            if known is not None and not known.result.done():
+                return known.result
+            followed = self._followed[record.id] = FollowedRecord(self.jobs, record)
+        followed.result.add_done_callback(lambda _: self._follow_no_more(record.id, followed))
+        return followed.result
+
+    def _follow_no_more(self, job_id: str, followed: FollowedRecord) -> None:
+        with self._lock:
+            if self._followed.get(job_id) is followed:
+                del self._followed[job_id]
 
     def cancel(self, job_id: str) -> bool:
         """Stop a job, waiting, running or being stored; one of another server is stopped by that
@@ -259,14 +279,15 @@ class GenerationService:
         record = self.jobs.get(job_id)
         if record is None or not self.jobs.delete(job_id):
             return False
-        drop_files(self.files, files_of(record))
+        self.leftovers.drop(files_of(record))
         return True
 
     def sweep(self, now: float) -> None:
         """End what is overdue, and forget what has expired, records and files together."""
         self.scheduler.sweep()
         for record in self.jobs.sweep(now):
-            drop_files(self.files, files_of(record))
+            self.leftovers.drop(files_of(record))
+        self.leftovers.again(self.jobs)
         if self.files is not None:
             self.files.sweep(now)
 
@@ -305,8 +326,9 @@ class GenerationService:
         watcher = self.live[record.id]
         try:
             self.jobs.delete(record.id)
-            drop_files(self.files, input_ids(record))
+            self.leftovers.drop(input_ids(record))
         except StoreUnavailable:
+            self.leftovers.drop_unless_kept(record.id, input_ids(record))
             free = {"owner": None, "lease_until": None}
             self.jobs.update_later(record.id, only_if_owner=self.owner, **free)
         self._forget(record.id)  # after the record: until then, who finds that finds this

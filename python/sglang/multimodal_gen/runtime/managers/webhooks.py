@@ -5,6 +5,7 @@ Messages are signed as standardwebhooks.com says, which OpenAI's clients verify 
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
@@ -12,7 +13,8 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import httpx
@@ -101,7 +103,7 @@ class WebhookSender:
         self.timeout = timeout
         self.clock = clock
         self._secret = secret
-        self._client = httpx.Client(timeout=timeout, follow_redirects=False, trust_env=False)
+        self._lookups = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="webhook lookup")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="webhooks", daemon=True)
 
@@ -114,10 +116,10 @@ class WebhookSender:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(self.timeout + 5.0)
-        self._client.close()
+        self._lookups.shutdown(wait=False, cancel_futures=True)
 
     def send_due(self) -> int:
-        """Try all messages that are due; how many got through.
+        """Try the messages that are due, at once; how many got through.
 
         Raises:
             StoreUnavailable: the database does not answer.
@@ -126,17 +128,24 @@ class WebhookSender:
         query = select(webhooks).where(webhooks.c.next_at <= now).order_by(webhooks.c.next_at)
         with self.database.read() as connection:
             due = [dict(row) for row in connection.execute(query.limit(_AT_ONCE)).mappings()]
-        return sum(self._try(row) for row in due if not self._stop.is_set())
+        claimed = [row for row in due if not self._stop.is_set() and self._claim(row)]
+        if not claimed:
+            return 0
+        problems = asyncio.run(self._post_all(claimed))
+        return sum(self._settle(row, told) for row, told in zip(claimed, problems, strict=True))
 
-    def _try(self, row: dict) -> bool:
+    def _claim(self, row: dict) -> bool:
+        """Count a try of a message; False where another server is at it."""
         attempt = row["attempts"] + 1
         same = (webhooks.c.id == row["id"], webhooks.c.attempts == row["attempts"])
         next_at = self.clock() + self.timeout + self.rule.wait(attempt)
         with self.database.write() as connection:
             claim = update(webhooks).where(*same).values(attempts=attempt, next_at=next_at)
-            if connection.execute(claim).rowcount != 1:
-                return False  # another server has it
-        problem = self._post(row["id"], row["url"], row["body"])
+            return connection.execute(claim).rowcount == 1
+
+    def _settle(self, row: dict, problem: str | None) -> bool:
+        """Write down how a try went; whether the message got through."""
+        attempt = row["attempts"] + 1
         if problem is not None and not self.rule.is_last(attempt):
             logger.info("webhook of job %s, try %d: %s", row["job_id"], attempt, problem)
             next_at = self.clock() + self.rule.wait(attempt)
@@ -151,30 +160,44 @@ class WebhookSender:
             connection.execute(delete(webhooks).where(webhooks.c.id == row["id"]))
         return problem is None
 
-    def _post(self, message_id: str, url: str, body: str) -> str | None:
+    async def _post_all(self, rows: Sequence[dict]) -> list[str | None]:
+        """Send messages side by side: one that hangs costs the others nothing."""
+        async with httpx.AsyncClient(
+            timeout=self.timeout, follow_redirects=False, trust_env=False
+        ) as client:
+            return await asyncio.gather(*(self._post(client, row) for row in rows))
+
+    async def _post(self, client: httpx.AsyncClient, row: dict) -> str | None:
         """Send a message once; why it did not get through."""
+        try:
+            async with asyncio.timeout(self.timeout):  # in all: a read's own begins at each byte
+                return await self._exchange(client, row)
+        except TimeoutError:
+            return f"no answer within {self.timeout:g} s"
+        except UrlRefused as error:
+            return str(error)
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+            return type(error).__name__  # ValueError: a name that cannot be looked up or shown
+
+    async def _exchange(self, client: httpx.AsyncClient, row: dict) -> str | None:
         timestamp = int(self.clock())
         headers = {
             "content-type": "application/json",
             "user-agent": "sglang-diffusion",
-            "webhook-id": message_id,
+            "webhook-id": row["id"],
             "webhook-timestamp": str(timestamp),
-            "webhook-signature": signature(self._secret, message_id, timestamp, body),
+            "webhook-signature": signature(self._secret, row["id"], timestamp, row["body"]),
         }
-        try:
-            checked = check_url(url, self.policy)
-            # To the address that was looked at, and not by the name again.
-            where = checked.at(resolve(checked, self.policy))
-            headers["host"] = checked.authority
-            with self._client.stream(
-                "POST", where, content=body, headers=headers,
-                extensions={"sni_hostname": checked.host},
-            ) as response:  # fmt: skip
-                return None if response.is_success else f"status {response.status_code}"
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            return type(error).__name__
-        except UrlRefused as error:
-            return str(error)
+        checked = check_url(row["url"], self.policy)
+        # To the address that was looked at, and not by the name again.
+        loop = asyncio.get_running_loop()
+        address = await loop.run_in_executor(self._lookups, resolve, checked, self.policy)
+        headers["host"] = checked.authority
+        async with client.stream(
+            "POST", checked.at(address), content=row["body"], headers=headers,
+            extensions={"sni_hostname": checked.host},
+        ) as response:  # fmt: skip
+            return None if response.is_success else f"status {response.status_code}"
 
     def _loop(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):

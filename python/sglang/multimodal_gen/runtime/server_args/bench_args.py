@@ -17,7 +17,9 @@ class BenchServeArgs:
         None, help="Server to ask, without /v1; by default one is started for the test."
     )
     mix: str | None = flag(
-        None, help="YAML or JSON file with the kinds of request; by default a mix of six."
+        None,
+        help="YAML or JSON file with the kinds of request; by default what "
+        "the model can do: pictures, edits, videos.",
     )
     request_rate: float | tuple[float, ...] = flag(
         1.0, help="Requests a second, arriving at random times; several rates run in turn."

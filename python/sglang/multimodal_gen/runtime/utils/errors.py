@@ -15,6 +15,7 @@
     ├── Cancelled                  the caller asked to stop; not a failure
     ├── DeadlineExceeded           the request's own time limit passed: HTTP 504
     ├── FailedBefore               a job's failure as its record tells it
+    ├── InputLost                  what was uploaded for a job is not there when it goes on
     ├── Unavailable                not now, perhaps later: HTTP 503
     │   ├── QueueFull              too much waits already: HTTP 429
     │   ├── StoreUnavailable       the jobs' database does not answer
@@ -95,6 +96,10 @@ class FailedBefore(DiffusionError):
     def __init__(self, told: Mapping[str, Any]) -> None:
         self.told = told
         super().__init__(str(told.get("message")))
+
+
+class InputLost(DiffusionError):
+    """An input that was uploaded for a job, and is not there any more when the job goes on."""
 
 
 class Unavailable(DiffusionError):

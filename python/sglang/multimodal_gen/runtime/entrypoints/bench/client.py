@@ -20,9 +20,15 @@ from sglang.multimodal_gen.runtime.entrypoints.bench.answers import (
     key_of,
     pictures_of,
 )
-from sglang.multimodal_gen.runtime.entrypoints.bench.mix import Arrival, MixEntry
+from sglang.multimodal_gen.runtime.entrypoints.bench.mix import Arrival, Asks, MixEntry
 
-GENERATIONS = "/v1/images/generations"
+ROUTES: Mapping[Asks, str] = {
+    "picture": "/v1/images/generations",
+    "edit": "/v1/images/edits",
+    "video": "/v1/videos",
+}
+"""Where what an entry asks for is asked."""
+_LOOK_SECONDS = 0.2
 
 
 @dataclass(slots=True)
@@ -32,6 +38,7 @@ class _Heard:
     status: int | None = None
     code: str | None = None
     texts: dict[int, str] = field(default_factory=dict)
+    clips: int = 0
     queue_seconds: float | None = None
     first_preview: float | None = None
     job_id: str | None = None
@@ -74,14 +81,14 @@ class Asker:
         kind = "ok" if heard.code is None else "error"
         return await self._outcome(arrival, late, begin, heard, kind)
 
-    async def pictures(self, body: Mapping[str, Any]) -> Pictures:
-        """What a request gets when nothing else is asked.
+    async def pictures(self, asks: Asks, body: Mapping[str, Any]) -> Pictures:
+        """The pictures that a request gets when nothing else is asked.
 
         Raises:
             httpx.HTTPStatusError: it was refused.
         """
         plain = {k: v for k, v in body.items() if k not in ("stream", "partial_images")}
-        response = await self.http.post(GENERATIONS, json=plain, timeout=self.timeout)
+        response = await self.http.post(ROUTES[asks], json=plain, timeout=self.timeout)
         response.raise_for_status()
         return pictures_of([each["b64_json"] for each in response.json()["data"]])
 
@@ -94,8 +101,11 @@ class Asker:
         return True
 
     async def _exchange(self, arrival: Arrival, heard: _Heard, begin: float) -> None:
+        if arrival.entry.asks == "video":
+            await self._video(arrival, heard)
+            return
         async with self.http.stream(
-            "POST", GENERATIONS, json=dict(arrival.body), timeout=None
+            "POST", ROUTES[arrival.entry.asks], json=dict(arrival.body), timeout=None
         ) as response:
             heard.status = response.status_code
             heard.job_id = response.headers.get("x-job-id")
@@ -107,13 +117,40 @@ class Asker:
             if not heard.texts and heard.code is None:
                 raise httpx.RemoteProtocolError("the stream ended without its last event")
 
+    async def _video(self, arrival: Arrival, heard: _Heard) -> None:
+        """Ask for a video, look until it has ended, and fetch what was made."""
+        route = ROUTES["video"]
+        response = await self.http.post(route, json=dict(arrival.body), timeout=None)
+        while True:
+            heard.status, video = response.status_code, json.loads(response.content)
+            if response.status_code != 200:
+                heard.code = video["error"]["code"] or f"http_{heard.status}"
+                return
+            heard.job_id = video["id"]
+            if video["status"] not in ("queued", "in_progress"):
+                break
+            await asyncio.sleep(_LOOK_SECONDS)
+            response = await self.http.get(f"{route}/{heard.job_id}", timeout=None)
+        if video["status"] != "completed":
+            told = video.get("error") or {}
+            heard.code = told.get("code") or video["status"]
+            return
+        for index in range(arrival.body.get("n") or 1):
+            place = f"{route}/{heard.job_id}/content"
+            response = await self.http.get(place, params={"index": index}, timeout=None)
+            kind = response.headers.get("content-type", "")
+            if response.status_code != 200 or not kind.startswith(("video/", "image/")):
+                heard.code = f"bad_video_{response.status_code}"
+                return
+            heard.clips += bool(response.content)
+
     async def _outcome(
         self, arrival: Arrival, late: float, begin: float, heard: _Heard, kind: Kind
     ) -> Outcome:
         seconds = time.perf_counter() - begin
         facts: dict[str, Any] = {}
         if kind == "ok":
-            facts["images"] = len(heard.texts)
+            facts["images"] = len(heard.texts) + heard.clips
             alone = self.alone.get(key_of(arrival.body)) if arrival.entry.comparable else None
             if alone is not None:  # in a thread: decoding must not make the next request late
                 facts["distance"] = await asyncio.to_thread(_distance, heard, alone)

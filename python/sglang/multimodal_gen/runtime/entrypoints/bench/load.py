@@ -63,7 +63,7 @@ async def made_alone(
     for done, (key, (entry, body)) in enumerate(bodies.items()):
         tell(done, len(bodies))
         try:
-            alone[key] = await asker.pictures(body)
+            alone[key] = await asker.pictures(entry.asks, body)
         except httpx.HTTPStatusError as error:
             told = error.response.text[:300]
             raise UserError(f"the server refuses {entry.name!r} of the mix: {told}") from error

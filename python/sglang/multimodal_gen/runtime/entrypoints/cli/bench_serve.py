@@ -23,8 +23,8 @@ from sglang.multimodal_gen.runtime.entrypoints.bench.load import (
     until_idle,
 )
 from sglang.multimodal_gen.runtime.entrypoints.bench.mix import (
-    DEFAULT_MIX,
     MixEntry,
+    mix_for,
     plan,
     read_mix,
 )
@@ -60,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
     args = BenchServeArgs(**parser.values_of(said, specs))  # type: ignore[arg-type]
     if args.url is not None and server_flags:
         raise UserError("--url names a server that runs; options after '--' would start another.")
-    mix = DEFAULT_MIX if args.mix is None else read_mix(args.mix)
+    mix = None if args.mix is None else read_mix(args.mix)
     console = Console(stderr=True)
     with _server(args, server_flags, console) as url:
         report = asyncio.run(measure(url, args, mix, console))
@@ -71,9 +71,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def measure(
-    url: str, args: BenchServeArgs, mix: Sequence[MixEntry], console: Console
+    url: str, args: BenchServeArgs, mix: Sequence[MixEntry] | None, console: Console
 ) -> dict[str, Any]:
-    """All rates against one server; the report.
+    """All rates against one server; the report. Without a mix, the model's tasks decide it.
 
     Raises:
         UserError: the server is not there, or refuses a request of the mix.
@@ -81,6 +81,7 @@ async def measure(
     summaries = []
     async with connected(url, args.api_key) as http:
         server = await _about(http)
+        mix = mix_for(await _tasks(http)) if mix is None else mix
         with _progress(console) as progress:
             alone = {}
             if args.check:
@@ -107,7 +108,9 @@ async def measure(
         "server": server,
         "seed": args.seed,
         "variants": args.variants,
-        "mix": [{"name": e.name, "weight": e.weight, "body": dict(e.body)} for e in mix],
+        "mix": [
+            {"name": e.name, "asks": e.asks, "weight": e.weight, "body": dict(e.body)} for e in mix
+        ],
         "rates": summaries,
     }
 
@@ -134,6 +137,18 @@ async def _about(http: httpx.AsyncClient) -> dict[str, Any]:
         ) from error
     except (httpx.HTTPError, ValueError) as error:
         raise UserError(f"no server answers at {http.base_url} ({type(error).__name__})") from error
+
+
+async def _tasks(http: httpx.AsyncClient) -> list[dict[str, Any]]:
+    """What the served model can do."""
+    try:
+        response = await http.get("/v1/models")
+        response.raise_for_status()
+        return response.json()["data"][0]["tasks"]
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{http.base_url}/v1/models does not say what the model does; name a --mix"
+        ) from error
 
 
 def _progress(console: Console) -> Progress:

@@ -21,6 +21,7 @@ from sglang.multimodal_gen.runtime.entrypoints.http import (
     loras,
     models,
     page,
+    schema_page,
     videos,
 )
 from sglang.multimodal_gen.runtime.entrypoints.http.context import Context
@@ -43,7 +44,7 @@ from sglang.multimodal_gen.runtime.utils.errors import StoreUnavailable
 logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.5
-_ROOMS = (images, videos, models, jobs, loras, files, health, page)
+_ROOMS = (images, videos, models, jobs, loras, files, health, page, schema_page)
 
 
 class _App(FastAPI):
@@ -63,7 +64,7 @@ def create_app(context: Context) -> FastAPI:
         version=__version__,
         summary="Pictures and videos from diffusion models, in OpenAI's API.",
         lifespan=_lifespan,
-        docs_url="/docs",
+        docs_url=None,  # FastAPI's own takes its scripts from a CDN; `schema_page` has it
         redoc_url=None,
     )
     app.state.context = context
@@ -110,3 +111,5 @@ def sweep(context: Context) -> None:
         service.sweep(time.time())
     except StoreUnavailable as error:  # it is tried again in a moment
         logger.warning("%s", error)
+    except Exception:  # the next sweep must come: without it nothing expires any more
+        logger.exception("a sweep failed")

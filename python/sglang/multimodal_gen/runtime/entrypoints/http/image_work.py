@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from anyio import CancelScope
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
@@ -258,7 +259,8 @@ class ImageWork:
                 yield text
         finally:
             gone.cancel()
-            job.cancel()  # does nothing to a job that ended
+            with CancelScope(shield=True):  # the client may be gone, and this task cancelled
+                await run_in_threadpool(job.cancel)  # does nothing to a job that ended
 
     async def _partial(self, job: Job, preview: Preview, shown: Counter[int]) -> str:
         file = await run_in_threadpool(self._encode, preview.pixels, None)
@@ -314,6 +316,7 @@ async def result_or_gone(job: Job, request: Request, *, stops: bool = True) -> F
         DiffusionError: the job failed or was stopped.
     """
     done: asyncio.Future[FinishedJob] = asyncio.wrap_future(job.result)
+    done.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard, if too late
     gone = asyncio.ensure_future(disconnected(request))
     try:
         await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -9,6 +9,7 @@ with ``Last-Event-ID`` gets what has changed since, or at first the state as it 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -24,6 +25,7 @@ from sglang.multimodal_gen.runtime.entrypoints.http.connection import (
 from sglang.multimodal_gen.runtime.entrypoints.http.context import Context
 from sglang.multimodal_gen.runtime.entrypoints.http.errors import not_found
 from sglang.multimodal_gen.runtime.managers.jobs import JobRecord
+from sglang.multimodal_gen.runtime.utils.errors import StoreUnavailable
 
 POLL_SECONDS = 0.2
 _RETRY_MS = 2000
@@ -90,7 +92,8 @@ class _Stream:
                     quiet = 0.0
                     yield ": still at work\n\n"
                 last_look = self._server_ends()
-                record = await run_in_threadpool(self.look)
+                with contextlib.suppress(StoreUnavailable):  # it is as it was, until we know more
+                    record = await run_in_threadpool(self.look)
         finally:
             gone.cancel()
 

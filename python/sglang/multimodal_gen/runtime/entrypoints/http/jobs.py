@@ -119,7 +119,7 @@ _EVENTS: dict[int | str, dict[str, Any]] = {
 async def job_events(request: Request, job_id: str) -> Response:
     """A job as server-sent events: first its state, then each change until it has ended."""
     service = _service(request)
-    record = _record(service, job_id)
+    record = await run_in_threadpool(_record, service, job_id)
     return events_of(
         context_of(request),
         request,

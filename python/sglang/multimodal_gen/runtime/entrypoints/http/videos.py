@@ -141,7 +141,7 @@ async def list_videos(
     """The videos of this server, newest first unless asked otherwise."""
     service = _service(context_of(request))
     if after is not None:
-        _record(service, after, param="after")
+        await run_in_threadpool(_record, service, after, param="after")
     visit = current_visit()
     client = None if visit is None or visit.sees_all else visit.client
     records = await run_in_threadpool(
@@ -164,7 +164,7 @@ async def list_videos(
 @router.get("/{video_id}", responses=example_reply(EXAMPLE) | error_replies(404, 503))
 async def get_video(request: Request, video_id: str) -> VideoObject:
     """The state of a video."""
-    return _shown(_record(_service(context_of(request)), video_id))
+    return _shown(await run_in_threadpool(_record, _service(context_of(request)), video_id))
 
 
 @router.delete(
@@ -175,7 +175,7 @@ async def get_video(request: Request, video_id: str) -> VideoObject:
 async def delete_video(request: Request, video_id: str) -> VideoDeleted:
     """Stop it if it is not done, and forget it and its files."""
     service = _service(context_of(request))
-    _record(service, video_id)
+    await run_in_threadpool(_record, service, video_id)
     await run_in_threadpool(service.delete, video_id)
     return VideoDeleted(id=video_id)
 
@@ -196,7 +196,7 @@ async def get_content(
 ) -> Response:
     """The file of a completed video, until it expires."""
     context = context_of(request)
-    record = _record(_service(context), video_id)
+    record = await run_in_threadpool(_record, _service(context), video_id)
     result = _finished_result(record, index)
     if variant == "spritesheet":
         raise invalid("variant", "variant: this server makes no spritesheets; it has thumbnails")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sglang.multimodal_gen.runtime.distributed.process_group import MEETING_SECONDS
+from sglang.multimodal_gen.runtime.distributed.process_group import MEETING_SECONDS, listen_on
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.managers.ranks.channel import Channel
 from sglang.multimodal_gen.runtime.managers.ranks.messages import (
@@ -37,8 +37,9 @@ _HELLO_SECONDS = 10.0
 class Guests:
     """The front's side: lets in who shows the run's secret, which the store holds.
 
-    So the network between nodes must be trusted as far as the store is: torch's own lines between
-    ranks ask for no secret at all.
+    It listens on the interface of ``host`` alone, where that is one of this machine's. The network
+    between nodes must be trusted as far as the store is: torch's own lines between ranks ask for no
+    secret at all.
     """
 
     def __init__(self, model: ModelDescription, host: str, store: dist.Store) -> None:
@@ -47,7 +48,7 @@ class Guests:
         self._arguments = common_arguments(model)
         self._packages = trusted_packages(model)
         self._secret = secrets.token_bytes(_SECRET_BYTES)
-        self._listener = socket.create_server(("", 0))
+        self._listener = listen_on(host, 0)
         front = FrontAddress(host, self._listener.getsockname()[1], self._secret)
         store.set(_FRONT_KEY, pack(front).hex())
 

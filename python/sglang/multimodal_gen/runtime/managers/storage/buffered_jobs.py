@@ -105,10 +105,11 @@ class BufferedJobStore:
     def flush(self) -> None:
         """Write what waits; what cannot be written waits on."""
         with self._lock:
-            later = dict(self._later)
             unsaved = list(self._unsaved.values())
         for record in unsaved:
             self._save(record)
+        with self._lock:
+            later = dict(self._later)
         for job_id, waiting in later.items():
             owner, changes = waiting
             self.inner.update(job_id, only_if_owner=owner, **changes)
@@ -158,13 +159,18 @@ class BufferedJobStore:
         return len(self._unsaved) + len(self.inner)  # type: ignore[arg-type]
 
     def _save(self, record: JobRecord) -> None:
-        self.inner.add(record)
+        known = self.inner.get(record.id)
+        if known is None:  # else the first try came through, and only its answer was lost
+            known = record
+            if record.final and record.webhook is not None:  # the store tells of an end it sees
+                known = dataclasses.replace(record, status="in_progress", completed_at=None)
+            self.inner.add(known)
         with self._lock:
             newest = self._unsaved.pop(record.id, record)
-        if newest is not record:  # it changed meanwhile
             changes = {
                 f.name: getattr(newest, f.name)
                 for f in dataclasses.fields(newest)
-                if getattr(newest, f.name) != getattr(record, f.name)
+                if getattr(newest, f.name) != getattr(known, f.name)
             }
-            self.inner.update(record.id, **changes)
+            if changes and not known.final:
+                self._later[record.id] = (None, changes)

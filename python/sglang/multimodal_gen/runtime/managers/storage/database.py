@@ -33,7 +33,7 @@ from sqlalchemy import (
     text,
     update,
 )
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
@@ -46,6 +46,7 @@ MIGRATIONS: tuple[Migration, ...] = ()
 """Entry k brings version k + 1 to k + 2, so there is one less than `SCHEMA_VERSION`."""
 
 _BUSY_SECONDS = 10.0  # that a writer waits for another server's write to the same file
+_CONNECT_SECONDS = 10  # that PostgreSQL may take to answer
 REST_SECONDS = 3.0
 """That writers are refused at once after one that got no answer."""
 _LOCK = 0x5647_4C41  # PostgreSQL's advisory lock while tables are made or changed
@@ -244,6 +245,8 @@ def _engine(url: str) -> tuple[Engine, bool]:
     elif backend == "sqlite":
         options["connect_args"] = {"timeout": _BUSY_SECONDS}
         _make_folder(Path(str(parsed.database)))
+    else:
+        options["connect_args"] = _postgres_options(parsed)
     try:
         engine = create_engine(parsed, **options)
     except (ImportError, NoSuchModuleError) as error:
@@ -252,6 +255,19 @@ def _engine(url: str) -> tuple[Engine, bool]:
     if backend == "sqlite":
         _tune_sqlite(engine)
     return engine, in_memory
+
+
+def _postgres_options(url: URL) -> dict[str, int]:
+    """Limits for a network that swallows everything, where the URL names none: without them a
+    connection waits for minutes, and an open one for a quarter of an hour."""
+    limits = {
+        "connect_timeout": _CONNECT_SECONDS,
+        "tcp_user_timeout": 2000 * _CONNECT_SECONDS,  # milliseconds without an acknowledgement
+        "keepalives_idle": _CONNECT_SECONDS,
+        "keepalives_interval": 5,
+        "keepalives_count": 3,
+    }
+    return {name: value for name, value in limits.items() if name not in url.query}
 
 
 def _make_folder(file: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from torch import Tensor, nn
 
 from sglang.multimodal_gen.runtime.layers.attention.backends import sdpa
 from sglang.multimodal_gen.runtime.layers.attention.split_sequence import SplitAttention
+from sglang.multimodal_gen.runtime.layers.qk_norm import HeadStream, norm_rotate_join
+from sglang.multimodal_gen.runtime.layers.rotary_embedding import Rotary
 
 
 class USPAttention(nn.Module):
@@ -48,3 +52,27 @@ class USPAttention(nn.Module):
         if self._split is not None:
             return self._split.attend(q_BSHD, k_BTHD, v_BTHD, mask, self.causal)
         return sdpa.attend(q_BSHD, k_BTHD, v_BTHD, mask=mask, causal=self.causal)
+
+    def joint(
+        self, streams: Sequence[HeadStream], rotary: Rotary, mask: Tensor | None = None
+    ) -> Tensor:
+        """Of streams over themselves, joined in their order; [B, S, H, D].
+
+        Queries and keys are normed and rotated on the way, straight to where attention, or the
+        message to other ranks, wants them. ``rotary`` has a row for each joint position.
+        """
+        if self._split is not None:
+            return self._split.begin(streams, rotary, mask, self.causal, later=False)()
+        return self(*norm_rotate_join(streams, rotary), mask)
+
+    def begin(
+        self, streams: Sequence[HeadStream], rotary: Rotary, mask: Tensor | None = None
+    ) -> Callable[[], Tensor]:
+        """`joint`, begun: call what it returns for the result.
+
+        What does not need the result goes in between: messages to other ranks travel meanwhile.
+        """
+        if self._split is not None:
+            return self._split.begin(streams, rotary, mask, self.causal, later=True)
+        q, k, v = norm_rotate_join(streams, rotary)
+        return lambda: self(q, k, v, mask)

@@ -173,6 +173,7 @@ def _outline(model: ModelDescription) -> ComposedPipelineBase:
         args,
         platform=dataclasses.replace(args.platform, device="cpu"),
         memory=type(args.memory)(),  # what is to be offloaded was planned already
+        speed=type(args.speed)(),  # as are kernels: all of attention is counted alike
     )
     return cls(model.source.name, here, loaded_modules=modules, parallel=parallel)
 

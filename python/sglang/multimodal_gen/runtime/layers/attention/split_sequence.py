@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
-from sglang.multimodal_gen.runtime.layers.attention.backends import sdpa
+from sglang.multimodal_gen.runtime.layers.attention.backends.backend import AttentionBackend
 from sglang.multimodal_gen.runtime.layers.attention.ring import Piece, ring_attention
 from sglang.multimodal_gen.runtime.layers.qk_norm import (
     HeadRoom,
@@ -80,13 +80,19 @@ class SplitAttention:
     context: SequenceContext
 
     def attend(
-        self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Tensor | None, causal: bool
+        self,
+        q_BSHD: Tensor,
+        k_BTHD: Tensor,
+        v_BTHD: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        backend: AttentionBackend,
     ) -> Tensor:
         """[B, S, H, D] for this rank's queries, over the keys of all ranks."""
         self._check(q_BSHD.shape, k_BTHD.shape[1], mask, causal)
         whole_mask = None if mask is None else self.context.whole_mask(mask)
         q, k, v = _exchange_heads(self.context.ulysses, q_BSHD, k_BTHD, v_BTHD)
-        return self._over_all_keys(q, k, v, whole_mask, causal)
+        return self._over_all_keys(q, k, v, whole_mask, causal, backend)
 
     def begin(
         self,
@@ -94,10 +100,11 @@ class SplitAttention:
         rotary: Rotary,
         mask: Tensor | None,
         causal: bool,
+        backend: AttentionBackend,
         *,
         later: bool,
     ) -> Callable[[], Tensor]:
-        """`attend` of streams that are yet to be normed, rotated and joined; call it for the result.
+        """`attend` of streams yet to be normed, rotated and joined; call it for the result.
 
         All is written into the message that exchanges heads, which travels while the caller does
         something else if that is for ``later``.
@@ -109,7 +116,7 @@ class SplitAttention:
         whole_mask = None if mask is None else self.context.whole_mask(mask)
         if ulysses.size == 1:
             q, k, v = norm_rotate_join(streams, rotary)
-            return lambda: self._over_all_keys(q, k, v, whole_mask, causal)
+            return lambda: self._over_all_keys(q, k, v, whole_mask, causal, backend)
         sent = empty_message(first, length, 3, ulysses.size)
         norm_rotate_into(streams, rotary, HeadRoom(*places(sent)))
         arriving = ulysses.deal_later(sent) if later else None
@@ -118,21 +125,28 @@ class SplitAttention:
         def finish() -> Tensor:
             whole = received if arriving is None else arriving()
             assert whole is not None
-            return self._over_all_keys(*whole_sequences(whole), whole_mask, causal)
+            q, k, v = whole_sequences(whole)
+            return self._over_all_keys(q, k, v, whole_mask, causal, backend)
 
         return finish
 
     def _over_all_keys(
-        self, q: Tensor, k: Tensor, v: Tensor, whole_mask: Tensor | None, causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        whole_mask: Tensor | None,
+        causal: bool,
+        backend: AttentionBackend,
     ) -> Tensor:
         """What follows the exchange of heads, and the way back."""
         context, pieces = self.context, self._pieces(whole_mask)
         if context.ring.size == 1:
             (piece,) = pieces
             k, v = take(k, piece.kept, 1), take(v, piece.kept, 1)
-            out = sdpa.attend(q, k, v, mask=piece.mask, causal=causal)
+            out = backend.attend(q, k, v, mask=piece.mask, causal=causal)
         else:
-            out = ring_attention(q, k, v, pieces, context.ring, causal=causal)
+            out = ring_attention(q, k, v, pieces, context.ring, causal=causal, backend=backend)
         return sequence_per_rank(context.ulysses, out)
 
     def _pieces(self, whole_mask: Tensor | None) -> list[Piece]:
@@ -206,7 +220,7 @@ def heads_per_rank(group: Group, *tensors: Tensor) -> Sequence[Tensor]:
 
 
 def empty_message(like: Tensor, length: int, tensors: int, ranks: int) -> Tensor:
-    """Room for ``length`` positions of tensors like ``like`` [B, s, H, D], for an exchange of heads.
+    """Room for an exchange of heads: ``length`` positions of tensors like ``like`` [B, s, H, D].
 
     Packed [rank, s, tensor, B, heads, D], so that what arrives is the joint sequence as it lies:
     no copy after it. (The result's strides are those of a fused q, k, v projection, which

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from sglang.multimodal_gen.runtime.layers.attention.backends import sdpa
+from sglang.multimodal_gen.runtime.layers.attention.backends.backend import AttentionBackend
+from sglang.multimodal_gen.runtime.layers.attention.backends.sdpa import SDPA
 from sglang.multimodal_gen.runtime.layers.attention.split_sequence import SplitAttention
 from sglang.multimodal_gen.runtime.layers.qk_norm import HeadStream, norm_rotate_join
 from sglang.multimodal_gen.runtime.layers.rotary_embedding import Rotary
@@ -30,6 +31,8 @@ class USPAttention(nn.Module):
         super().__init__()
         self.causal = causal
         self.replicated_keys = replicated_keys
+        self.backend: AttentionBackend = SDPA
+        """What computes; put in when the pipeline is built."""
         self._split: SplitAttention | None = None
 
     def bind(self, split: SplitAttention) -> None:
@@ -50,8 +53,8 @@ class USPAttention(nn.Module):
         Where the sequence is split, S and T are this rank's piece, and masks are [B, 1, 1, T].
         """
         if self._split is not None:
-            return self._split.attend(q_BSHD, k_BTHD, v_BTHD, mask, self.causal)
-        return sdpa.attend(q_BSHD, k_BTHD, v_BTHD, mask=mask, causal=self.causal)
+            return self._split.attend(q_BSHD, k_BTHD, v_BTHD, mask, self.causal, self.backend)
+        return self.backend.attend(q_BSHD, k_BTHD, v_BTHD, mask=mask, causal=self.causal)
 
     def joint(
         self, streams: Sequence[HeadStream], rotary: Rotary, mask: Tensor | None = None
@@ -62,7 +65,8 @@ class USPAttention(nn.Module):
         message to other ranks, wants them. ``rotary`` has a row for each joint position.
         """
         if self._split is not None:
-            return self._split.begin(streams, rotary, mask, self.causal, later=False)()
+            backend = self.backend
+            return self._split.begin(streams, rotary, mask, self.causal, backend, later=False)()
         return self(*norm_rotate_join(streams, rotary), mask)
 
     def begin(
@@ -73,6 +77,7 @@ class USPAttention(nn.Module):
         What does not need the result goes in between: messages to other ranks travel meanwhile.
         """
         if self._split is not None:
-            return self._split.begin(streams, rotary, mask, self.causal, later=True)
+            backend = self.backend
+            return self._split.begin(streams, rotary, mask, self.causal, backend, later=True)
         q, k, v = norm_rotate_join(streams, rotary)
         return lambda: self(q, k, v, mask)

@@ -92,7 +92,7 @@ def launch(
     _kernel[(batch * length,)](
         q, k, v, q_weight, k_weight, cos, sin, q_out, k_out, v_out, length, heads,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        *q_out.stride()[:4], *k_out.stride()[:4], *v_out.stride()[:4], eps,
+        *q_out.stride()[:4], *k_out.stride()[:4], *v_out.stride()[:4], eps,  # pyright: ignore[reportCallIssue]
         VALUES=values, SHARE=q_out.shape[3], HEADS=block, DIM=head_dim,
         num_warps=min(16, max(1, block * head_dim // 512)),  # pyright: ignore[reportCallIssue]
     )  # fmt: skip

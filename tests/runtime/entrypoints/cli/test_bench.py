@@ -10,25 +10,29 @@ import pytest
 from runtime.entrypoints.http.conftest import description as description
 from runtime.entrypoints.http.conftest import start as start
 from sglang.multimodal_gen.runtime.entrypoints.cli.main import main
-from sglang.multimodal_gen.runtime.server_args.bench_args import BenchServeArgs
+from sglang.multimodal_gen.runtime.server_args.bench_args import BenchServeArgs, BenchTrialArgs
 from sglang.multimodal_gen.runtime.server_args.flags import flags_of
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 
-SNAPSHOT = Path(__file__).with_name("bench_serve_flags.txt")
+SNAPSHOTS = {
+    BenchServeArgs: Path(__file__).with_name("bench_serve_flags.txt"),
+    BenchTrialArgs: Path(__file__).with_name("bench_trial_flags.txt"),
+}
 MIX = """
 - name: small
   body: {prompt: a fox, size: 64x48, num_inference_steps: 2, max_sequence_length: 16}
 """
 
 
-def test_the_flags_are_the_snapshot():
+@pytest.mark.parametrize("record", SNAPSHOTS)
+def test_the_flags_are_the_snapshot(record):
     """Adding a flag is a visible act: change the snapshot, and write a line in CHANGELOG.md."""
     lines = [
         f"{s.spelling} {s.value.metavar()} [{s.value.arity}] default={s.default!r}"
-        for s in flags_of(BenchServeArgs)
+        for s in flags_of(record)
     ]
-    assert "\n".join(lines) + "\n" == SNAPSHOT.read_text()
-    assert all(spec.help.endswith(".") for spec in flags_of(BenchServeArgs))
+    assert "\n".join(lines) + "\n" == SNAPSHOTS[record].read_text()
+    assert all(spec.help.endswith(".") for spec in flags_of(record))
 
 
 def test_a_server_is_measured_and_the_report_written(start, tmp_path, capsys):

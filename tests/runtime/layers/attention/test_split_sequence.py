@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ranks import run_ranks
 from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelLayout, ParallelState
+from sglang.multimodal_gen.runtime.layers import qk_norm
 from sglang.multimodal_gen.runtime.layers.attention import ring
 from sglang.multimodal_gen.runtime.layers.attention.split_sequence import (
     SequenceContext,
@@ -19,6 +21,8 @@ from sglang.multimodal_gen.runtime.layers.attention.split_sequence import (
     heads_per_rank,
 )
 from sglang.multimodal_gen.runtime.layers.attention.usp import USPAttention
+from sglang.multimodal_gen.runtime.layers.qk_norm import HeadStream
+from sglang.multimodal_gen.runtime.layers.rotary_embedding import Rotary
 from sglang.multimodal_gen.runtime.layers.sequence_shard import join_streams, split_streams
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, PipelineDefinitionError
 
@@ -91,10 +95,66 @@ def on_ranks(parallel, case):
     return join_streams(out, context.shard, streams, 1)
 
 
+JOINT = (
+    Case((("text", 8), ("image", 24))),
+    Case((("text", 7), ("image", 15)), batch=2),
+    Case((("text", 7), ("image", 15)), batch=2, masked=True),
+)
+"""Streams that are normed, rotated and joined on their way into the message."""
+
+
+def norms():
+    generator = torch.Generator().manual_seed(5)
+    made = [torch.nn.RMSNorm(WIDTH, eps=1e-6) for _ in range(4)]
+    for norm in made:
+        norm.weight.data = torch.rand(WIDTH, generator=generator) + 0.5
+        norm.requires_grad_(False)
+    return made
+
+
+def joint_inputs(case):
+    """Whole streams, the mask, and an angle for each joint position."""
+    q, k, v, mask = tensors(case)
+    lengths = [length for _, length in case.lengths]
+    angles = torch.arange(q.shape[1])[:, None] * torch.tensor([1.0, 0.5, 0.1, 0.01])
+    parts = zip(*(x.split(lengths, 1) for x in (q, k, v)), strict=True)
+    return list(parts), mask, Rotary(angles.cos(), angles.sin())
+
+
+def head_streams(parts):
+    """The first stream has the first two norms."""
+    pairs = norms()[:2], norms()[2:]
+    return [HeadStream(*part, *pair) for part, pair in zip(parts, pairs, strict=False)]
+
+
+def joint_on_ranks(parallel, case, later):
+    names = tuple(name for name, _ in case.lengths)
+    layer, context = attention(parallel, names)
+    context.begin()
+    for name, length in case.lengths:
+        context.shard = context.shard.with_stream(name, length)
+    parts, mask, rotary = joint_inputs(case)
+    shard, rank = context.shard, parallel.sp.rank
+    own = [
+        [split_streams(x, shard, (name,), rank, 1) for x in part]
+        for name, part in zip(names, parts, strict=True)
+    ]
+    rotary = Rotary(*(split_streams(x, shard, names, rank, 0) for x in rotary))
+    if mask is not None:
+        mask = split_streams(mask, shard, names, rank, 3)
+    streams = head_streams(own)
+    out = layer.begin(streams, rotary, mask)() if later else layer.joint(streams, rotary, mask)
+    return join_streams(parallel.sp.all_gather(out, 1), shard, names, 1)
+
+
 def _outputs(_rank, layouts):
     results = {}
     for layout in layouts:
         parallel = ParallelState.create(layout, "cpu")
+        for case in JOINT:
+            sent = parallel.ulysses.traffic["all_to_all"]
+            outs = [joint_on_ranks(parallel, case, later) for later in (False, True)]
+            results[layout, case, "joint"] = (outs, parallel.ulysses.traffic["all_to_all"] - sent)
         for case in CASES:
             before = {g: sum(getattr(parallel, g).traffic.values()) for g in ("ulysses", "ring")}
             out = on_ranks(parallel, case)
@@ -108,7 +168,14 @@ def _outputs(_rank, layouts):
 
 def check(world_size, *layouts):
     ranks = run_ranks(world_size, _outputs, layouts)
-    for (layout, case), (out, calls) in ranks[0].items():
+    joint = {key: value for key, value in ranks[0].items() if len(key) > 2}
+    for (layout, case, _), ((out, later), messages) in joint.items():
+        parts, mask, rotary = joint_inputs(case)
+        expected = USPAttention().joint(head_streams(parts), rotary, mask)
+        assert ((out - expected).norm() / expected.norm()).item() < 1e-6, f"{layout}, {case}"
+        assert torch.equal(out, later)
+        assert messages == (4 if layout.ulysses > 1 else 0)  # there and back, two times
+    for (layout, case), (out, calls) in ((k, v) for k, v in ranks[0].items() if len(k) == 2):
         q, k, v, mask = tensors(case)
         expected = formula(q, k, v, mask, case.causal)
         off = ((out - expected).norm() / expected.norm()).item()
@@ -137,6 +204,62 @@ def test_the_cases_feel_mask_and_order():
         if case.causal:
             assert (formula(q, k, v) - plain).norm() > 1e-2 * plain.norm()
         assert (formula(q, k.flip(1), v, mask, case.causal) - plain).norm() > 1e-2 * plain.norm()
+
+
+def test_the_joint_cases_feel_norms_angles_and_order():
+    parts, mask, rotary = joint_inputs(JOINT[2])
+    right = USPAttention().joint(head_streams(parts), rotary, mask)
+    q, k, v, _ = tensors(JOINT[2])
+    wrong = (
+        formula(q, k, v, mask),
+        USPAttention().joint(head_streams(parts), Rotary(*(x.flip(0) for x in rotary)), mask),
+        USPAttention().joint(head_streams([(k, q, v) for q, k, v in parts]), rotary, mask),
+        USPAttention().joint(head_streams(parts), rotary),
+    )
+    assert all((other - right).norm() > 1e-2 * right.norm() for other in wrong)
+
+
+class Echo(Group):
+    """Two ranks of which the other one sends the same."""
+
+    def deal(self, x):
+        assert x.is_contiguous()
+        return x
+
+
+class Copies(TorchDispatchMode):
+    """Counts what moves values from one layout to another."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        copying = (torch.ops.aten.copy_, torch.ops.aten.clone, torch.ops.aten.cat)
+        self.count += func._overloadpacket in copying
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_nothing_is_copied_on_the_way_into_the_message(monkeypatch, batch):
+    """The operator writes it; one copy is left, of what comes back."""
+    monkeypatch.setattr(qk_norm, "_has_kernel", lambda x: True)
+    two = Echo("ulysses", 0, (0, 1))
+    context = SequenceContext(sp=two, ulysses=two, ring=Group("ring"))
+    case = Case((("text", 4), ("image", 6)), batch=batch)
+    for name, length in case.lengths:
+        context.shard = context.shard.with_stream(name, 2 * length)
+    layer = USPAttention()
+    layer.bind(SplitAttention("blocks.0.attn", ("text", "image"), context))
+    parts, _, rotary = joint_inputs(case)
+    streams = head_streams(parts)
+    with Copies() as before:
+        apart = layer(*qk_norm.norm_rotate_join(streams, rotary))
+    with Copies() as now:
+        out = layer.joint(streams, rotary)
+    assert torch.equal(out, apart)
+    assert before.count >= 4  # queries, keys, values, and back; values of two streams joined first
+    assert now.count == 1
 
 
 def _last_part_wins(first, second):

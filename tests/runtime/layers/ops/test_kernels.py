@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from sglang.multimodal_gen.runtime.layers.attention.split_sequence import empty_message, places
 from sglang.multimodal_gen.runtime.layers.ops import norm_modulate as norm
 from sglang.multimodal_gen.runtime.layers.ops import qk_norm_rotary as qk
 from sglang.multimodal_gen.runtime.layers.ops.triton import (
@@ -62,26 +63,35 @@ def test_norm_modulate_takes_a_slice_of_a_longer_sequence():
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize(("batch", "length", "heads", "dim"), [(1, 5, 3, 16), (2, 3, 24, 128)])
-def test_qk_norm_rotary(batch, length, heads, dim, dtype):
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "dim", "groups"), [(1, 5, 3, 16, 1), (2, 3, 24, 128, 4)]
+)
+def test_qk_norm_rotary(batch, length, heads, dim, groups, dtype):
     # q, k and v as one product makes them: heads of a longer row.
     rows = random(batch, length, 3 * heads * dim, dtype=dtype)
-    q, k, _ = (x.unflatten(-1, (heads, dim)) for x in rows.chunk(3, dim=-1))
+    q, k, v = (x.unflatten(-1, (heads, dim)) for x in rows.chunk(3, dim=-1))
     q_weight, k_weight = random(dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2)
     ids = torch.stack((torch.arange(length), torch.arange(length) * 3), dim=1).float()
     rotary = axial_rotary(ids, (dim // 2, dim // 2), 10_000.0)
     cos, sin = rotary.cos.to(DEVICE), rotary.sin.to(DEVICE)
-    joint = torch.zeros(2, batch, length + 2, heads, dim, dtype=dtype, device=DEVICE)
-    outs = joint[0, :, 2:], joint[1, :, 2:]
-    qk_norm_rotary_kernel.launch(q, k, q_weight, k_weight, cos, sin, 1e-6, *outs)
-    exact = [torch.empty_like(q, dtype=torch.float32) for _ in range(2)]
-    floats = (x.float() for x in (q, k, q_weight, k_weight))
+    # Packed as ranks exchange heads, with room for another stream before.
+    message = empty_message(rows.new_empty(batch, 0, heads, dim), length + 2, 3, groups).zero_()
+    outs = [place[:, 2:] for place in places(message)]
+    qk_norm_rotary_kernel.launch(q, k, v, q_weight, k_weight, cos, sin, 1e-6, *outs)
+    exact = [torch.empty(outs[0].shape, device=DEVICE) for _ in range(3)]
+    floats = (x.float() for x in (q, k, v, q_weight, k_weight))
     qk.qk_norm_rotary_plain(*floats, cos, sin, 1e-6, *exact)
     for got, expected in zip(outs, exact, strict=True):
         assert relative_l2(got, expected) < LIMITS[dtype]
-    assert not joint[:, :, :2].any()  # the other stream's room is untouched
+    assert torch.equal(outs[2].flatten(2, 3), v)
+    assert not message[:, :2].any()  # the other stream's room is untouched
     unrotated = torch.nn.functional.rms_norm(q.float(), (dim,), q_weight.float(), 1e-6)
-    assert relative_l2(outs[0], unrotated) > 0.1
+    assert relative_l2(outs[0].flatten(2, 3), unrotated) > 0.1
+    # Without values: theirs stays as it was.
+    message.zero_()
+    qk_norm_rotary_kernel.launch(q, k, None, q_weight, k_weight, cos, sin, 1e-6, *outs[:2], None)
+    assert relative_l2(outs[0], exact[0]) < LIMITS[dtype]
+    assert not outs[2].any()
 
 
 def test_operators_answer_by_device():

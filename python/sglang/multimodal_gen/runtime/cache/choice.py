@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from sglang.multimodal_gen.runtime.layers.attention.backends.backend import AttentionBackend
+from sglang.multimodal_gen.runtime.layers.attention.backends.sdpa import SDPA
 from sglang.multimodal_gen.runtime.memory.plan import (
     ACTIVATION_RESERVE,
     GIB,
@@ -31,6 +33,7 @@ def wants_graphs(
     *,
     device: str,
     check_stages: bool = False,
+    attention: AttentionBackend = SDPA,
 ) -> tuple[bool, str | None]:
     """Whether to record, and the sentence about it where that was chosen for the user.
 
@@ -41,13 +44,14 @@ def wants_graphs(
         wish: the user's; None leaves it open. Then it is on for classes that say
             ``graph_safe = True``: their forward neither waits for the GPU nor picks by values.
         name: the denoiser's, among the components of ``plan``.
+        attention: what computes its attention.
 
     Raises:
         InvalidArgument: it is wished and cannot be.
     """
     if wish is False:
         return False, None
-    problem = _obstacle(name, plan, device, check_stages)
+    problem = _obstacle(name, plan, device, check_stages, attention)
     if wish:
         if problem is not None:
             raise InvalidArgument("enable_cuda_graph", True, f"{problem}. Leave it out")
@@ -62,7 +66,9 @@ def wants_graphs(
     return problem is None, ON if problem is None else f"CUDA graphs: off; {problem}"
 
 
-def _obstacle(name: str, plan: ResidencyPlan, device: str, check_stages: bool) -> str | None:
+def _obstacle(
+    name: str, plan: ResidencyPlan, device: str, check_stages: bool, attention: AttentionBackend
+) -> str | None:
     """Why it cannot be, if so."""
     if device != "cuda":
         return f"CUDA graphs need a CUDA GPU, and the device is {device}"
@@ -70,6 +76,8 @@ def _obstacle(name: str, plan: ResidencyPlan, device: str, check_stages: bool) -
         return f"the weights of {name} are spread over ranks and gathered block by block"
     if plan[name].mode is not Residency.RESIDENT:
         return f"the weights of {name} move ({plan[name].mode.value}), and a graph needs them still"
+    if not attention.graph_safe:
+        return f"attention_backend={attention.name} goes by the values of masks, which graphs keep"
     if check_stages:
         return "stages are checked (check_stages), which is for porters, step by step"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -102,6 +103,25 @@ class Group:
         received = torch.empty_like(x)
         dist.all_to_all_single(received, x, group=self.handle)
         return received
+
+    def deal_later(self, x: Tensor) -> Callable[[], Tensor]:
+        """Starts `deal`; call what it returns for the result. Leave ``x`` alone until then."""
+        if self.size == 1 or torch.compiler.is_compiling():  # which knows no handles
+            received = self.deal(x)
+            return lambda: received
+        self._count("all_to_all")
+        x = x.contiguous()
+        received = torch.empty_like(x)
+        # The pair keeps the message alive until it was waited for.
+        pending = dist.all_to_all_single(received, x, group=self.handle, async_op=True), x
+
+        def wait() -> Tensor:
+            job, _ = pending
+            assert job is not None
+            job.wait()
+            return received
+
+        return wait
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """``x`` of the group's rank ``source``, written into everyone's (same shape and dtype)."""

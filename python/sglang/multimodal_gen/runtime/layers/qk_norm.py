@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from sglang.multimodal_gen.runtime.layers.end_to_end import end_to_end
-from sglang.multimodal_gen.runtime.layers.ops.qk_norm_rotary import empty_heads, qk_norm_rotary
+from sglang.multimodal_gen.runtime.layers.ops.qk_norm_rotary import (
+    empty_heads,
+    qk_norm_rotary,
+    qk_norm_rotary_plain,
+)
 from sglang.multimodal_gen.runtime.layers.rotary_embedding import Rotary, rotate_pairs
 from sglang.multimodal_gen.runtime.layers.wide_copy import copy_wide
 
@@ -23,8 +28,19 @@ class HeadStream(NamedTuple):
     norm_k: nn.RMSNorm
 
 
+class HeadRoom(NamedTuple):
+    """Where q, k and v of a joint sequence go, each [B, S, G, H / G, d]: heads in G groups.
+
+    Any strides but the last, which is 1; without ``v`` values stay where they are.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+
+
 def norm_rotate_join(
-    streams: tuple[HeadStream, ...], rotary: Rotary
+    streams: Sequence[HeadStream], rotary: Rotary
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of the joint sequence: streams one after another, normed and rotated.
 
@@ -38,12 +54,25 @@ def norm_rotate_join(
 
     length = sum(stream.q.shape[1] for stream in streams)
     q, k = empty_heads(streams[0].q, length), empty_heads(streams[0].k, length)
-    start = 0
-    for stream in streams:
-        here = slice(start, start + stream.q.shape[1])
-        _norm_rotate(stream, rotary, here, q[:, here], k[:, here])
-        start = here.stop
+    norm_rotate_into(streams, rotary, HeadRoom(q.unsqueeze(2), k.unsqueeze(2), None))
     return q, k, _joined([stream.v for stream in streams], length)
+
+
+def norm_rotate_into(streams: Sequence[HeadStream], rotary: Rotary, room: HeadRoom) -> None:
+    """`norm_rotate_join`, written where the caller wants it: no copy after it."""
+    write = qk_norm_rotary if _has_kernel(streams[0].q) else qk_norm_rotary_plain
+    start = 0
+    for q, k, v, norm_q, norm_k in streams:
+        here = slice(start, start + q.shape[1])
+        eps = norm_q.eps
+        assert eps is not None
+        values = room.v is not None
+        write(
+            q, k, v if values else None, norm_q.weight, norm_k.weight,
+            rotary.cos[here], rotary.sin[here], eps,
+            room.q[:, here], room.k[:, here], None if room.v is None else room.v[:, here],
+        )  # fmt: skip
+        start = here.stop
 
 
 def _joined(values: list[Tensor], length: int) -> Tensor:
@@ -59,18 +88,6 @@ def _joined(values: list[Tensor], length: int) -> Tensor:
         copy_wide(joined[:, start : start + value.shape[1]], value)
         start += value.shape[1]
     return joined
-
-
-def _norm_rotate(
-    stream: HeadStream, rotary: Rotary, here: slice, q_out: Tensor, k_out: Tensor
-) -> None:
-    norm_q, norm_k = stream.norm_q, stream.norm_k
-    eps = norm_q.eps
-    assert eps is not None
-    qk_norm_rotary(
-        stream.q, stream.k, norm_q.weight, norm_k.weight,
-        rotary.cos[here], rotary.sin[here], eps, q_out, k_out,
-    )  # fmt: skip
 
 
 def _has_kernel(x: Tensor) -> bool:

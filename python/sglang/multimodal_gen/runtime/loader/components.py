@@ -213,10 +213,18 @@ def outline_components(
     default_configs: Mapping[str, Mapping[str, Any]],
     *,
     parallel: ParallelState,
+    stored: bool = True,
+    buffers: bool = False,
 ) -> dict[str, Any]:
     """Every component without its weights: modules are on the meta device, in their precision, and
-    the others are ready; raises as `load_components`."""
-    chosen, specs = _found(source, names, server_args, loaders, default_configs, parallel)
+    the others are ready; raises as `load_components`.
+
+    Without ``stored`` there need be no files of weights. With ``buffers`` those that constructors
+    compute stay, on the CPU.
+    """
+    chosen, specs = _found(
+        source, names, server_args, loaders, default_configs, parallel, stored=stored
+    )
     outlined: dict[str, Any] = {}
     for name, loader in chosen.items():
         if not isinstance(loader, NeuralComponentLoader):
@@ -227,7 +235,8 @@ def outline_components(
         for path, parameter in module.named_parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(rule(path))
-        outlined[name] = module.to("meta").eval().requires_grad_(False)
+        module = module if buffers else module.to("meta")
+        outlined[name] = module.eval().requires_grad_(False)
     return outlined
 
 
@@ -250,6 +259,8 @@ def _found(
     loaders: Mapping[str, type[ComponentLoader]],
     default_configs: Mapping[str, Mapping[str, Any]],
     parallel: ParallelState,
+    *,
+    stored: bool = True,
 ) -> tuple[dict[str, ComponentLoader], dict[str, ComponentSpec]]:
     """Each component's loader and what is to be loaded; every folder and header was looked at."""
     _check_names(names, server_args)
@@ -265,7 +276,7 @@ def _found(
     for name, spec in specs.items():
         spec.require_folder()
         loader = chosen[name]
-        if isinstance(loader, NeuralComponentLoader):
+        if stored and isinstance(loader, NeuralComponentLoader):
             _ = spec.checkpoint
             _check_replacement(source, names[name], loader, spec, server_args)
     return chosen, specs

@@ -1,4 +1,4 @@
-"""Which of a pipeline's components are denoisers, and their sequences split over ranks."""
+"""Which of a pipeline's components are denoisers; their attention, and how they are split."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 from torch import nn
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
+from sglang.multimodal_gen.runtime.layers.attention.backends.backend import AttentionBackend
+from sglang.multimodal_gen.runtime.layers.attention.backends.choice import check_dtype
+from sglang.multimodal_gen.runtime.layers.attention.usp import USPAttention
 from sglang.multimodal_gen.runtime.layers.sequence_parallel import (
     check_denoiser,
     heads_of,
@@ -94,6 +97,31 @@ def split_denoisers(
             f"no component of this pipeline ({', '.join(names)}) is a denoiser, so there is "
             "no sequence to split; leave sp_degree, ulysses_degree and ring_degree out",
         )
+
+
+def give_attention(
+    modules: Mapping[str, Any], names: Mapping[str, str], backend: AttentionBackend, wish: str
+) -> None:
+    """Put ``backend`` behind every `USPAttention` of a pipeline's denoisers.
+
+    Raises:
+        InvalidArgument: a backend is wished that does not take the denoiser's dtype, or no layer
+            would take it.
+    """
+    given = 0
+    for name in _denoisers(names):
+        if not isinstance(modules[name], nn.Module):
+            continue
+        layers = [m for m in modules[name].modules() if isinstance(m, USPAttention)]
+        dtype = next((p.dtype for p in modules[name].parameters() if p.is_floating_point()), None)
+        if layers and dtype is not None:
+            check_dtype(backend, dtype, name)
+        for layer in layers:
+            layer.backend = backend
+        given += len(layers)
+    if not given and wish != "auto":
+        problem = "no denoiser of this pipeline has attention that could be chosen. Leave it out"
+        raise InvalidArgument("attention_backend", wish, problem)
 
 
 def _denoisers(names: Mapping[str, str]) -> list[str]:

@@ -21,6 +21,10 @@ from sglang.multimodal_gen.runtime.cache.graph_runner import (
     call_plainly,
 )
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
+from sglang.multimodal_gen.runtime.layers.attention.backends.choice import (
+    Machine,
+    choose_backend,
+)
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentLoader,
 )
@@ -33,6 +37,7 @@ from sglang.multimodal_gen.runtime.loader.components import (
 from sglang.multimodal_gen.runtime.loader.denoiser_split import (
     check_denoisers,
     denoiser_heads,
+    give_attention,
     split_denoisers,
 )
 from sglang.multimodal_gen.runtime.loader.model_source import (
@@ -65,7 +70,11 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages.experts import Experts
 from sglang.multimodal_gen.runtime.pipelines_core.stages.guidance import guidance_for
 from sglang.multimodal_gen.runtime.pipelines_core.stages.step_previews import StepPreviews
 from sglang.multimodal_gen.runtime.platforms.copy_lane import copy_lane
-from sglang.multimodal_gen.runtime.platforms.device import peak_memory_mb, reset_peak_memory
+from sglang.multimodal_gen.runtime.platforms.device import (
+    compute_capability,
+    peak_memory_mb,
+    reset_peak_memory,
+)
 from sglang.multimodal_gen.runtime.platforms.memory import memory_facts
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.component_roles import role_of
@@ -161,8 +170,14 @@ class ComposedPipelineBase(ABC):
         self.experts: Experts | None = None
         """Which denoiser makes which step, where there are two."""
 
+        device, wish = self.parallel.device.type, server_args.speed.attention_backend
+        self.attention, self._attention_note = choose_backend(
+            wish, Machine(device, compute_capability(device)), ring=self.parallel.ring.size > 1
+        )
         self._load_modules(loaded_modules or {}, source, progress)
-        split_denoisers(self.modules, self._index_names(self.modules), self.parallel)
+        names = self._index_names(self.modules)
+        split_denoisers(self.modules, names, self.parallel)
+        give_attention(self.modules, names, self.attention, wish)
         self.create_pipeline_stages(self.server_args)
         self._check_graphs()
         link(self.stages)
@@ -177,7 +192,8 @@ class ComposedPipelineBase(ABC):
     @property
     def notes(self) -> tuple[str, ...]:
         """One sentence for each choice made while loading."""
-        return tuple(note for note in (self.plan.note, self._graph_note) if note is not None)
+        notes = (self.plan.note, self._graph_note, self._attention_note)
+        return tuple(note for note in notes if note is not None)
 
     @abstractmethod
     def create_pipeline_stages(self, server_args: ServerArgs) -> None:
@@ -459,6 +475,7 @@ class ComposedPipelineBase(ABC):
             memory_facts(device.type),
             device=device.type,
             check_stages=self.server_args.observe.check_stages,
+            attention=self.attention,
         )
         self._graph_note = note or self._graph_note
         if not wanted:

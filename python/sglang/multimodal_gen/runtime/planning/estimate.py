@@ -147,6 +147,39 @@ def estimate(
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What products and attention alone take on a GPU, nothing else taking time: seconds of one
+    step of the loop, and of a whole request."""
+
+    gpu: str
+    step_seconds: float
+    seconds: float
+
+
+def floor_of(model: ModelDescription, values: Mapping[str, object], gpu: GPU) -> Floor:
+    """The floor of a request on one GPU, all weights resident; needs no files of weights.
+
+    ``gpu`` says at which rates products and attention were seen to run.
+
+    Raises:
+        UserError: as running the request would.
+    """
+    params = model.sampling_params({"prompt": "a", **values}).seal()
+    pipeline, batches = _outline(model, stored=False), _batches(model, params)
+    steps = params.num_inference_steps or _STEPS
+    step = whole = 0.0
+    for batch in batches:
+        for counted in _dry_run(pipeline, batch).values():
+            once, loop = (
+                sum(gpu.seconds(k.kind, k.flops, 0, k.bits) for k in kernels if k.flops)
+                for kernels in (counted.once, counted.step)
+            )
+            step += loop / len(batches)
+            whole += once + loop * steps
+    return Floor(gpu.name, step, whole)
+
+
 def _weights(
     model: ModelDescription, memory: MemoryFacts
 ) -> tuple[list[ComponentFacts], ResidencyPlan]:
@@ -161,18 +194,19 @@ def _weights(
     return sizes, plan
 
 
-def _outline(model: ModelDescription) -> ComposedPipelineBase:
+def _outline(model: ModelDescription, *, stored: bool = True) -> ComposedPipelineBase:
     """The pipeline with modules that hold no weights, on this machine."""
     cls, parallel = model.info.pipeline_cls, ParallelState.single("cpu")
     modules = outline_components(
         model.source, cls._index_names(), model.server_args, cls.component_loaders,
-        cls.default_component_configs, parallel=parallel,
+        cls.default_component_configs, parallel=parallel, stored=stored,
     )  # fmt: skip
     args = model.server_args
     here = dataclasses.replace(
         args,
         platform=dataclasses.replace(args.platform, device="cpu"),
         memory=type(args.memory)(),  # what is to be offloaded was planned already
+        speed=type(args.speed)(),  # as are kernels: all of attention is counted alike
     )
     return cls(model.source.name, here, loaded_modules=modules, parallel=parallel)
 

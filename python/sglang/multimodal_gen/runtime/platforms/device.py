@@ -52,6 +52,15 @@ def device_facts() -> DeviceFacts:
     )
 
 
+def compute_capability(device: str) -> tuple[int, int] | None:
+    """A CUDA GPU's, (9, 0) for Hopper; None for other devices."""
+    if device != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.get_device_capability()
+
+
 def peak_memory_mb(device: str) -> float:
     """The most memory taken at once since :func:`reset_peak_memory`, in MiB.
 

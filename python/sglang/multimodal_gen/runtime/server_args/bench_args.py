@@ -1,9 +1,10 @@
-"""What ``sglang bench serve`` asks of a server, and how it judges the answers."""
+"""What the commands of ``sglang bench`` measure, and how they judge it."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from sglang.multimodal_gen.runtime.server_args.flags import check_fields, flag
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
@@ -58,3 +59,35 @@ class BenchServeArgs:
         """The rates as a tuple."""
         rate = self.request_rate
         return (float(rate),) if isinstance(rate, (int, float)) else tuple(map(float, rate))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchTrialArgs:
+    """What ``sglang bench step`` and ``bench request`` measure, and beside what."""
+
+    prompt: str = flag("a lighthouse on a cliff", help="What to make.")
+    rounds: int = flag(3, help="Requests of each side that are timed, turn by turn.")
+    warm_up: int = flag(2, help="Requests of each side before, which are not.")
+    reference: Literal["auto", "diffusers", "diffusers-compiled", "none"] = flag(
+        "auto",
+        help="What to compare with in the same run: the Diffusers library's own pipeline, as it is "
+        "or with its repeated blocks compiled. 'auto' is the first, where it can run the model.",
+    )
+    random_weights: bool = flag(
+        False, help="Make weights on the device, by the configs; no files of weights are read."
+    )
+    gpu: str | None = flag(
+        None, help="Whose rates the floor takes; by default this machine's, where they are known."
+    )
+    profile: str | None = flag(
+        None,
+        help="Folder for a trace of one more request (trace.json) and a table of time by "
+        "operation (operations.txt); waits of the host in the loop are counted.",
+    )
+    output: str | None = flag(None, help="File for everything measured, as JSON.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, low in (("rounds", 1), ("warm_up", 0)):
+            if not low <= getattr(self, name) <= 1000:
+                raise InvalidArgument(name, getattr(self, name), f"must lie in {low}..1000.")

@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from sglang.multimodal_gen.runtime.server_args.flags import check_fields, flag
+
+AttentionChoice = Literal[
+    "auto",
+    "torch_sdpa",
+    "torch_cudnn_sdpa",
+    "cudnn_sdpa",
+    "torch_flash_sdpa",
+    "fa",
+    "fa2",
+    "fa3",
+    "fa3_fp8",
+    "fa4",
+    "sage_attn",
+    "flex",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +33,15 @@ class SpeedArgs:
         help="Record the denoiser's GPU work at a size's second step, and replay it: the host no "
         "longer queues each kernel. Takes about the memory of one step's activations. Left out, it "
         "is on where the denoiser is known to allow it and its weights stay on the GPU.",
+    )
+
+    attention_backend: AttentionChoice = flag(
+        "auto",
+        help="What computes attention: 'torch_sdpa', torch's own choice of kernel; its "
+        "'torch_cudnn_sdpa' (or 'cudnn_sdpa') or 'torch_flash_sdpa' alone; FlashAttention 'fa2', "
+        "'fa3', 'fa4', or 'fa' for the newest that is installed; 'fa3_fp8', with 8-bit queries, "
+        "keys and values; 'sage_attn'; 'flex', whose masks leave out whole blocks. Those that know "
+        "no masks leave masked calls to torch. 'auto' goes by what was measured on the GPU.",
     )
 
     def __post_init__(self) -> None:

@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from sglang.multimodal_gen.runtime.utils.errors import UserError
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
-COMMANDS = {"serve": "ask a server as many clients would, and judge its answers"}
+COMMANDS = {
+    "step": "time the steps of the denoising loop, beside Diffusers' and the GPU's floor",
+    "request": "time whole requests, stage by stage, beside Diffusers' and the GPU's floor",
+    "serve": "ask a server as many clients would, and judge its answers",
+}
 """Name -> what it does; a command is the module ``bench_NAME`` beside this one, with ``run``."""
 
 

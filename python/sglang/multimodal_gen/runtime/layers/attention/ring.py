@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sglang.multimodal_gen.runtime.distributed.group import Group
-from sglang.multimodal_gen.runtime.layers.attention.backends.with_lse import attend_with_lse
+from sglang.multimodal_gen.runtime.layers.attention.backends.backend import AttentionBackend
+from sglang.multimodal_gen.runtime.layers.attention.backends.sdpa import SDPA
 from sglang.multimodal_gen.runtime.layers.sequence_shard import Run, take
 from sglang.multimodal_gen.runtime.layers.wide_copy import copy_wide
 
@@ -34,6 +35,7 @@ def ring_attention(
     group: Group,
     *,
     causal: bool = False,
+    backend: AttentionBackend = SDPA,
 ) -> Tensor:
     """Attention of this rank's queries over the keys of all ranks, [B, S, H, D].
 
@@ -48,6 +50,7 @@ def ring_attention(
         group: the ring.
         causal: pieces are in the order of the sequence, and no query sees a later key. Query i and
             key i of a rank are the same token: padding is at a piece's end.
+        backend: what computes with one piece; it tells log-sum-exps.
     """
     held = k_BTHD.new_empty((2, *k_BTHD.shape))
     copy_wide(held[0], k_BTHD)
@@ -67,7 +70,7 @@ def ring_attention(
             if own:
                 assert len(kept) == 1, "a causal piece has padding at its end alone"
                 assert kept[0].start == 0, "a causal piece has padding at its end alone"
-            part = attend_with_lse(q_BSHD, k, v, mask=mask, causal=own)
+            part = backend.attend_with_lse(q_BSHD, k, v, mask=mask, causal=own)
             merged = part if merged is None else merge(merged, part)
         for job in jobs:
             job.wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,8 +10,15 @@ from torch import Tensor
 
 from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
-from sglang.multimodal_gen.runtime.layers.attention.backends import sdpa
+from sglang.multimodal_gen.runtime.layers.attention.backends.backend import AttentionBackend
 from sglang.multimodal_gen.runtime.layers.attention.ring import Piece, ring_attention
+from sglang.multimodal_gen.runtime.layers.qk_norm import (
+    HeadRoom,
+    HeadStream,
+    norm_rotate_into,
+    norm_rotate_join,
+)
+from sglang.multimodal_gen.runtime.layers.rotary_embedding import Rotary
 from sglang.multimodal_gen.runtime.layers.sequence_shard import SequenceShard, take
 from sglang.multimodal_gen.runtime.layers.wide_copy import copy_wide
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, PipelineDefinitionError
@@ -73,20 +80,73 @@ class SplitAttention:
     context: SequenceContext
 
     def attend(
-        self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Tensor | None, causal: bool
+        self,
+        q_BSHD: Tensor,
+        k_BTHD: Tensor,
+        v_BTHD: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        backend: AttentionBackend,
     ) -> Tensor:
         """[B, S, H, D] for this rank's queries, over the keys of all ranks."""
-        context = self.context
-        self._check(q_BSHD, k_BTHD, mask, causal)
-        whole_mask = None if mask is None else context.whole_mask(mask)
-        q, k, v = _exchange_heads(context.ulysses, q_BSHD, k_BTHD, v_BTHD)
-        pieces = self._pieces(whole_mask)
+        self._check(q_BSHD.shape, k_BTHD.shape[1], mask, causal)
+        whole_mask = None if mask is None else self.context.whole_mask(mask)
+        q, k, v = _exchange_heads(self.context.ulysses, q_BSHD, k_BTHD, v_BTHD)
+        return self._over_all_keys(q, k, v, whole_mask, causal, backend)
+
+    def begin(
+        self,
+        streams: Sequence[HeadStream],
+        rotary: Rotary,
+        mask: Tensor | None,
+        causal: bool,
+        backend: AttentionBackend,
+        *,
+        later: bool,
+    ) -> Callable[[], Tensor]:
+        """`attend` of streams yet to be normed, rotated and joined; call it for the result.
+
+        All is written into the message that exchanges heads, which travels while the caller does
+        something else if that is for ``later``.
+        """
+        ulysses, first = self.context.ulysses, streams[0].q
+        batch, _, heads, width = first.shape
+        length = sum(stream.q.shape[1] for stream in streams)
+        self._check(torch.Size((batch, length, heads, width)), length, mask, causal)
+        whole_mask = None if mask is None else self.context.whole_mask(mask)
+        if ulysses.size == 1:
+            q, k, v = norm_rotate_join(streams, rotary)
+            return lambda: self._over_all_keys(q, k, v, whole_mask, causal, backend)
+        sent = empty_message(first, length, 3, ulysses.size)
+        norm_rotate_into(streams, rotary, HeadRoom(*places(sent)))
+        arriving = ulysses.deal_later(sent) if later else None
+        received = None if later else ulysses.deal(sent)
+
+        def finish() -> Tensor:
+            whole = received if arriving is None else arriving()
+            assert whole is not None
+            q, k, v = whole_sequences(whole)
+            return self._over_all_keys(q, k, v, whole_mask, causal, backend)
+
+        return finish
+
+    def _over_all_keys(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        whole_mask: Tensor | None,
+        causal: bool,
+        backend: AttentionBackend,
+    ) -> Tensor:
+        """What follows the exchange of heads, and the way back."""
+        context, pieces = self.context, self._pieces(whole_mask)
         if context.ring.size == 1:
             (piece,) = pieces
             k, v = take(k, piece.kept, 1), take(v, piece.kept, 1)
-            out = sdpa.attend(q, k, v, mask=piece.mask, causal=causal)
+            out = backend.attend(q, k, v, mask=piece.mask, causal=causal)
         else:
-            out = ring_attention(q, k, v, pieces, context.ring, causal=causal)
+            out = ring_attention(q, k, v, pieces, context.ring, causal=causal, backend=backend)
         return sequence_per_rank(context.ulysses, out)
 
     def _pieces(self, whole_mask: Tensor | None) -> list[Piece]:
@@ -103,12 +163,12 @@ class SplitAttention:
             pieces.append(Piece(kept, mask))
         return pieces
 
-    def _check(self, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> None:
+    def _check(self, q: torch.Size, keys: int, mask: Tensor | None, causal: bool) -> None:
         """What cannot be right, or cannot be done, is said here and not computed."""
         local = self.context.shard.local(*self.streams)
-        if k.shape[1] != local:
+        if keys != local:
             raise PipelineDefinitionError(
-                f"{self.name} attends to {k.shape[1]} keys on each rank, but a piece of its "
+                f"{self.name} attends to {keys} keys on each rank, but a piece of its "
                 f"streams ({' + '.join(self.streams)}) has {local} tokens. Name this layer's "
                 "streams in SP_PLAN.attention, or make it USPAttention(replicated_keys=True) if "
                 "all ranks hold all its keys"
@@ -118,12 +178,12 @@ class SplitAttention:
                 f"{self.name}: a mask of shape {tuple(mask.shape)} differs between heads or "
                 "queries; a split sequence takes key masks, boolean [B, 1, 1, T]"
             )
-        if causal and (len(self.streams) > 1 or q.shape[1] != k.shape[1]):
+        if causal and (len(self.streams) > 1 or q[1] != keys):
             raise PipelineDefinitionError(
                 f"{self.name} is causal over {' + '.join(self.streams)}: pieces of several streams "
                 "do not lie in the order of the sequence, so it cannot be split"
             )
-        check_heads(self.name, q.shape[2], self.context.ulysses.size)
+        check_heads(self.name, q[2], self.context.ulysses.size)
 
 
 def check_heads(name: str, heads: int, ulysses: int) -> None:
@@ -150,21 +210,34 @@ def _exchange_heads(group: Group, q: Tensor, k: Tensor, v: Tensor) -> Sequence[T
 
 
 def heads_per_rank(group: Group, *tensors: Tensor) -> Sequence[Tensor]:
-    """Each [B, s, H, D] of a piece -> [B, S, H / ranks, D] of all pieces, in one all-to-all.
-
-    The message is packed [rank, s, tensor, B, heads, D], so that what arrives is the joint sequence
-    as it lies: no copy after it. (The result's strides are those of a fused q, k, v projection,
-    which attention kernels take.)
-    """
+    """Each [B, s, H, D] of a piece -> [B, S, H / ranks, D] of all pieces, in one all-to-all."""
     if group.size == 1:
         return tensors
-    batch, length, heads, width = tensors[0].shape
-    share = heads // group.size
-    sent = tensors[0].new_empty((group.size, length, len(tensors), batch, share, width))
-    for index, x in enumerate(tensors):
-        copy_wide(sent[:, :, index], x.unflatten(2, (group.size, share)).permute(2, 1, 0, 3, 4))
-    received = group.deal(sent).flatten(0, 1)
-    return [x.transpose(0, 1) for x in received.unbind(1)]
+    sent = empty_message(tensors[0], tensors[0].shape[1], len(tensors), group.size)
+    for place, x in zip(places(sent), tensors, strict=True):
+        copy_wide(place, x.unflatten(2, place.shape[2:4]))
+    return whole_sequences(group.deal(sent))
+
+
+def empty_message(like: Tensor, length: int, tensors: int, ranks: int) -> Tensor:
+    """Room for an exchange of heads: ``length`` positions of tensors like ``like`` [B, s, H, D].
+
+    Packed [rank, s, tensor, B, heads, D], so that what arrives is the joint sequence as it lies:
+    no copy after it. (The result's strides are those of a fused q, k, v projection, which
+    attention kernels take.)
+    """
+    batch, _, heads, width = like.shape
+    return like.new_empty((ranks, length, tensors, batch, heads // ranks, width))
+
+
+def places(message: Tensor) -> list[Tensor]:
+    """Where each tensor of an `empty_message` goes: [B, s, ranks, H / ranks, D]."""
+    return [message[:, :, index].permute(2, 1, 0, 3, 4) for index in range(message.shape[2])]
+
+
+def whole_sequences(received: Tensor) -> list[Tensor]:
+    """The tensors of a message that came from all ranks, each [B, S, H / ranks, D]; views."""
+    return [x.transpose(0, 1) for x in received.flatten(0, 1).unbind(1)]
 
 
 def sequence_per_rank(group: Group, x: Tensor) -> Tensor:

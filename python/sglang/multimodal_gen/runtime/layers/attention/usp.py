@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from torch import Tensor, nn
 
-from sglang.multimodal_gen.runtime.layers.attention.backends import sdpa
+from sglang.multimodal_gen.runtime.layers.attention.backends.backend import AttentionBackend
+from sglang.multimodal_gen.runtime.layers.attention.backends.sdpa import SDPA
 from sglang.multimodal_gen.runtime.layers.attention.split_sequence import SplitAttention
+from sglang.multimodal_gen.runtime.layers.qk_norm import HeadStream, norm_rotate_join
+from sglang.multimodal_gen.runtime.layers.rotary_embedding import Rotary
 
 
 class USPAttention(nn.Module):
@@ -26,6 +31,8 @@ class USPAttention(nn.Module):
         super().__init__()
         self.causal = causal
         self.replicated_keys = replicated_keys
+        self.backend: AttentionBackend = SDPA
+        """What computes; put in when the pipeline is built."""
         self._split: SplitAttention | None = None
 
     def bind(self, split: SplitAttention) -> None:
@@ -46,5 +53,31 @@ class USPAttention(nn.Module):
         Where the sequence is split, S and T are this rank's piece, and masks are [B, 1, 1, T].
         """
         if self._split is not None:
-            return self._split.attend(q_BSHD, k_BTHD, v_BTHD, mask, self.causal)
-        return sdpa.attend(q_BSHD, k_BTHD, v_BTHD, mask=mask, causal=self.causal)
+            return self._split.attend(q_BSHD, k_BTHD, v_BTHD, mask, self.causal, self.backend)
+        return self.backend.attend(q_BSHD, k_BTHD, v_BTHD, mask=mask, causal=self.causal)
+
+    def joint(
+        self, streams: Sequence[HeadStream], rotary: Rotary, mask: Tensor | None = None
+    ) -> Tensor:
+        """Of streams over themselves, joined in their order; [B, S, H, D].
+
+        Queries and keys are normed and rotated on the way, straight to where attention, or the
+        message to other ranks, wants them. ``rotary`` has a row for each joint position.
+        """
+        if self._split is not None:
+            backend = self.backend
+            return self._split.begin(streams, rotary, mask, self.causal, backend, later=False)()
+        return self(*norm_rotate_join(streams, rotary), mask)
+
+    def begin(
+        self, streams: Sequence[HeadStream], rotary: Rotary, mask: Tensor | None = None
+    ) -> Callable[[], Tensor]:
+        """`joint`, begun: call what it returns for the result.
+
+        What does not need the result goes in between: messages to other ranks travel meanwhile.
+        """
+        if self._split is not None:
+            backend = self.backend
+            return self._split.begin(streams, rotary, mask, self.causal, backend, later=True)
+        q, k, v = norm_rotate_join(streams, rotary)
+        return lambda: self(q, k, v, mask)

@@ -1,4 +1,4 @@
-"""RMS norm of queries and keys over each head, and their rotation, in one pass."""
+"""RMS norm of queries and keys over each head, and their rotation, in one pass to their places."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sglang.multimodal_gen.runtime.layers.rotary_embedding import Rotary, rotate
 def qk_norm_rotary_plain(
     q: Tensor,
     k: Tensor,
+    v: Tensor | None,
     q_weight: Tensor,
     k_weight: Tensor,
     cos: Tensor,
@@ -22,15 +23,20 @@ def qk_norm_rotary_plain(
     eps: float,
     q_out: Tensor,
     k_out: Tensor,
+    v_out: Tensor | None,
 ) -> None:
-    """``q_out = rotate(RMSNorm(q) * q_weight)``, the same for k.
+    """``q_out = rotate(RMSNorm(q) * q_weight)``, the same for k; ``v_out = v`` where it is given.
 
-    q, k and the results [B, S, H, d]; weights [d]; cos and sin [S, d / 2] float32, rotating
-    neighbouring channels. A result may be its own input.
+    q, k and v [B, S, H, d]; weights [d]; cos and sin [S, d / 2] float32, rotating neighbouring
+    channels. Results are [B, S, G, H / G, d]: heads in G groups that may lie anywhere, so that a
+    message's layout is written at once. Their last dimension is contiguous.
     """
-    rotary = Rotary(cos, sin)
+    rotary, groups = Rotary(cos, sin), q_out.shape[2:4]
     for x, weight, out in ((q, q_weight, q_out), (k, k_weight, k_out)):
-        out.copy_(rotate_pairs(F.rms_norm(x, weight.shape, weight, eps), rotary))
+        rotated = rotate_pairs(F.rms_norm(x, weight.shape, weight, eps), rotary)
+        out.copy_(rotated.unflatten(2, groups))
+    if v is not None and v_out is not None:
+        v_out.copy_(v.unflatten(2, groups))
 
 
 def _launch(*args: Any) -> None:
@@ -40,8 +46,8 @@ def _launch(*args: Any) -> None:
 
 
 qk_norm_rotary = fused_operator(
-    "qk_norm_rotary(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, "
-    "float eps, Tensor(a!) q_out, Tensor(b!) k_out) -> ()",
+    "qk_norm_rotary(Tensor q, Tensor k, Tensor? v, Tensor q_weight, Tensor k_weight, Tensor cos, "
+    "Tensor sin, float eps, Tensor(a!) q_out, Tensor(b!) k_out, Tensor(c!)? v_out) -> ()",
     qk_norm_rotary_plain,
     _launch,
 )

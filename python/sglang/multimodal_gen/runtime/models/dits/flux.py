@@ -9,7 +9,7 @@ H heads, d head width, P pooled width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ from sglang.multimodal_gen.runtime.layers.products import (
     joint_parallel_linears,
     parallel_linears,
 )
-from sglang.multimodal_gen.runtime.layers.qk_norm import HeadStream, norm_rotate_join
+from sglang.multimodal_gen.runtime.layers.qk_norm import HeadStream
 from sglang.multimodal_gen.runtime.layers.rotary_embedding import Rotary, axial_rotary
 from sglang.multimodal_gen.runtime.layers.sequence_plan import (
     RETURN,
@@ -148,11 +148,10 @@ class FluxAttention(nn.Module):
             self.to_add_out = nn.Linear(dim, dim)
         self.attend = USPAttention()
 
-    def forward(self, x_BSD: Tensor, rotary: Rotary) -> Tensor:
-        """Self-attention of one stream, without output projection; [B, S, D]."""
+    def begin(self, x_BSD: Tensor, rotary: Rotary) -> Callable[[], Tensor]:
+        """Self-attention of one stream, begun; what it returns gives [B, S, H, d], unprojected."""
         qkv = parallel_linears(x_BSD, self.to_q, self.to_k, self.to_v)
-        stream = self._heads(qkv, self.norm_q, self.norm_k)
-        return self.attend(*norm_rotate_join((stream,), rotary)).flatten(2)
+        return self.attend.begin((self._heads(qkv, self.norm_q, self.norm_k),), rotary)
 
     def joint(self, image_BND: Tensor, text_BTD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Attention over text and image together; each stream has its own projections."""
@@ -164,7 +163,7 @@ class FluxAttention(nn.Module):
             self._heads(text_qkv, self.norm_added_q, self.norm_added_k),
             self._heads(image_qkv, self.norm_q, self.norm_k),
         )
-        out_BSD = self.attend(*norm_rotate_join(streams, rotary)).flatten(2)
+        out_BSD = self.attend.joint(streams, rotary).flatten(2)
         text_length = text_BTD.shape[1]
         text_out, image_out = out_BSD[:, :text_length], out_BSD[:, text_length:]
         return self.to_out[0](image_out), self.to_add_out(text_out)
@@ -225,8 +224,9 @@ class FluxSingleTransformerBlock(nn.Module):
         """One block on the joint sequence."""
         (mod,) = self.norm(silu_temb_BD)
         normed = norm_modulate(x_BSD, mod.shift, mod.scale)
+        attended = self.attn.begin(normed, rotary)
         mlp = gelu_linear(normed, self.proj_mlp)
-        out_BSD = concat_linear((self.attn(normed, rotary), mlp), self.proj_out)
+        out_BSD = concat_linear((attended().flatten(2), mlp), self.proj_out)
         return _within_fp16(add_gated(x_BSD, mod.gate, out_BSD))
 
 

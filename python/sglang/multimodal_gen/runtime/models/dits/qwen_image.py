@@ -31,7 +31,7 @@ from sglang.multimodal_gen.runtime.layers.ops.norm_modulate import (
     norm_modulate,
 )
 from sglang.multimodal_gen.runtime.layers.products import joint_parallel_linears
-from sglang.multimodal_gen.runtime.layers.qk_norm import HeadStream, norm_rotate_join
+from sglang.multimodal_gen.runtime.layers.qk_norm import HeadStream
 from sglang.multimodal_gen.runtime.layers.rotary_embedding import Rotary, axial_rotary
 from sglang.multimodal_gen.runtime.layers.sequence_plan import (
     RETURN,
@@ -171,7 +171,7 @@ class QwenJointAttention(nn.Module):
             self._heads(text_qkv, self.norm_added_q, self.norm_added_k),
             self._heads(image_qkv, self.norm_q, self.norm_k),
         )
-        out_BSD = self.attend(*norm_rotate_join(streams, rotary), mask).flatten(2)
+        out_BSD = self.attend.joint(streams, rotary, mask).flatten(2)
         text_length = text_BTD.shape[1]
         text_out, image_out = out_BSD[:, :text_length], out_BSD[:, text_length:]
         return self.to_out[0](image_out), self.to_add_out(text_out)

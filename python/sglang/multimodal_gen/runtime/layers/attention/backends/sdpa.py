@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sglang.multimodal_gen.runtime.layers.attention.backends.with_lse import attend_with_lse
 
 
 def attend(
@@ -18,3 +25,38 @@ def attend(
         is_causal=causal,
     )
     return out_BHSD.transpose(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class TorchSDPA:
+    """torch's attention as a backend: of its own choice, or one of its kernels alone.
+
+    With a kernel named, what this cannot do (flash: masks) ends as torch's error, not in another.
+    """
+
+    name: str = "torch_sdpa"
+    kernel: SDPBackend | None = None
+    dtypes: tuple[torch.dtype, ...] = ()
+    gives_lse: bool = True
+    graph_safe: bool = True
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool
+    ) -> Tensor:
+        """As `AttentionBackend.attend`."""
+        with self._chosen():
+            return attend(q, k, v, mask=mask, causal=causal)
+
+    def attend_with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As `AttentionBackend.attend_with_lse`."""
+        with self._chosen():
+            return attend_with_lse(q, k, v, mask=mask, causal=causal)
+
+    def _chosen(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self.kernel is None else sdpa_kernel(self.kernel)
+
+
+SDPA = TorchSDPA()
+"""torch's own choice, which every device and dtype has."""

@@ -1,4 +1,4 @@
-"""Queries and keys of one position in one program: norm over each head, rotation, store."""
+"""Queries, keys and values of one position in one program: norm over each head, rotation, store."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 @triton.jit
 def _norm_rotate(
-    x_ptr, out_ptr, weight_ptr, cos, sin, heads, x_head, out_head, eps,
-    HEADS: tl.constexpr, DIM: tl.constexpr,
+    x_ptr, out_ptr, weight_ptr, cos, sin, heads, x_head, out_group, out_head, eps,
+    SHARE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     head = tl.arange(0, HEADS)[:, None]
     channel = tl.arange(0, DIM)[None, :]
@@ -22,16 +22,32 @@ def _norm_rotate(
     even, odd = tl.split(tl.reshape(x, (HEADS, DIM // 2, 2)))
     rotated = tl.join(even * cos - odd * sin, even * sin + odd * cos)
     rotated = tl.reshape(rotated, (HEADS, DIM)).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + head * out_head + channel, rotated, mask=inside)
+    place = (head // SHARE).to(tl.int64) * out_group + (head % SHARE) * out_head
+    tl.store(out_ptr + place + channel, rotated, mask=inside)
+
+
+@triton.jit
+def _move(
+    x_ptr, out_ptr, heads, x_head, out_group, out_head,
+    SHARE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    head = tl.arange(0, HEADS)[:, None]
+    channel = tl.arange(0, DIM)[None, :]
+    inside = head < heads
+    x = tl.load(x_ptr + head * x_head + channel, mask=inside)
+    place = (head // SHARE).to(tl.int64) * out_group + (head % SHARE) * out_head
+    tl.store(out_ptr + place + channel, x, mask=inside)
 
 
 @triton.jit
 def _kernel(
-    q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
-    length, heads,
-    q_batch, q_row, q_head, k_batch, k_row, k_head,
-    q_out_batch, q_out_row, q_out_head, k_out_batch, k_out_row, k_out_head, eps,
-    HEADS: tl.constexpr, DIM: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
+    v_out_ptr, length, heads,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    q_out_batch, q_out_row, q_out_group, q_out_head,
+    k_out_batch, k_out_row, k_out_group, k_out_head,
+    v_out_batch, v_out_row, v_out_group, v_out_head, eps,
+    VALUES: tl.constexpr, SHARE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     batch, row = program // length, program % length
@@ -40,17 +56,24 @@ def _kernel(
     sin = tl.load(sin_ptr + row * (DIM // 2) + pair)
     _norm_rotate(
         q_ptr + batch * q_batch + row * q_row, q_out_ptr + batch * q_out_batch + row * q_out_row,
-        q_weight_ptr, cos, sin, heads, q_head, q_out_head, eps, HEADS, DIM,
+        q_weight_ptr, cos, sin, heads, q_head, q_out_group, q_out_head, eps, SHARE, HEADS, DIM,
     )  # fmt: skip
     _norm_rotate(
         k_ptr + batch * k_batch + row * k_row, k_out_ptr + batch * k_out_batch + row * k_out_row,
-        k_weight_ptr, cos, sin, heads, k_head, k_out_head, eps, HEADS, DIM,
+        k_weight_ptr, cos, sin, heads, k_head, k_out_group, k_out_head, eps, SHARE, HEADS, DIM,
     )  # fmt: skip
+    if VALUES:
+        _move(
+            v_ptr + batch * v_batch + row * v_row,
+            v_out_ptr + batch * v_out_batch + row * v_out_row,
+            heads, v_head, v_out_group, v_out_head, SHARE, HEADS, DIM,
+        )  # fmt: skip
 
 
 def launch(
     q: Tensor,
     k: Tensor,
+    v: Tensor | None,
     q_weight: Tensor,
     k_weight: Tensor,
     cos: Tensor,
@@ -58,15 +81,18 @@ def launch(
     eps: float,
     q_out: Tensor,
     k_out: Tensor,
+    v_out: Tensor | None,
 ) -> None:
     """As the plain twin; all strides are free but the last, head widths are powers of two."""
     batch, length, heads, head_dim = q.shape
     block = triton.next_power_of_2(heads)
+    values = v is not None and v_out is not None
+    if v is None or v_out is None:
+        v, v_out = k, k_out
     _kernel[(batch * length,)](
-        q, k, q_weight, k_weight, cos, sin, q_out, k_out, length, heads,
-        q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
-        q_out.stride(0), q_out.stride(1), q_out.stride(2),
-        k_out.stride(0), k_out.stride(1), k_out.stride(2), eps,
-        HEADS=block, DIM=head_dim,
+        q, k, v, q_weight, k_weight, cos, sin, q_out, k_out, v_out, length, heads,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        *q_out.stride()[:4], *k_out.stride()[:4], *v_out.stride()[:4], eps,  # pyright: ignore[reportCallIssue]
+        VALUES=values, SHARE=q_out.shape[3], HEADS=block, DIM=head_dim,
         num_warps=min(16, max(1, block * head_dim // 512)),  # pyright: ignore[reportCallIssue]
     )  # fmt: skip

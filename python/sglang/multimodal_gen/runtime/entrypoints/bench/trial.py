@@ -1,0 +1,172 @@
+"""One request after another on a loaded pipeline, timed step by step and as a whole."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
+from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
+    ComposedPipelineBase,
+)
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import RequestControl
+from sglang.multimodal_gen.runtime.platforms.device import synchronize
+from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One request: milliseconds of each step but the first (which shares its time with the loop's
+    set-up), seconds in all and by stage, and the peak of memory in MiB."""
+
+    steps_ms: tuple[float, ...]
+    seconds: float
+    stages: Mapping[str, float]
+    peak_mb: float
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A quantity over all trials; quartiles tell more of a noisy machine than a deviation."""
+
+    median: float
+    low: float
+    high: float
+    quartiles: tuple[float, float]
+    samples: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        """None for no values."""
+        if not values:
+            return None
+        several = len(values) > 1
+        first, _, third = statistics.quantiles(values, n=4) if several else (*values,) * 3
+        return cls(statistics.median(values), min(values), max(values), (first, third), len(values))
+
+
+class StepClock:
+    """Marks the ends of steps: by events on the GPU's stream, without waiting, or by the clock.
+
+    Attributes:
+        on_step: called at each mark too, with the number of marks before it.
+    """
+
+    def __init__(self, device: str, on_step: Callable[[int], None] | None = None) -> None:
+        self._on_gpu = device == "cuda"
+        self._marks: list[list[Any]] = []
+        self.on_step = on_step
+
+    def heard(self, event: ProgressEvent) -> None:
+        """A `RequestControl`'s listener: a loop begins at 0 steps done."""
+        if event.phase != "denoise":
+            return
+        if event.done == 0 or not self._marks:
+            self._marks.append([])
+        if event.done == 0:
+            return
+        if self.on_step is not None:
+            self.on_step(sum(map(len, self._marks)))
+        if self._on_gpu:
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+            self._marks[-1].append(mark)
+        else:
+            self._marks[-1].append(time.perf_counter())
+
+    def intervals_ms(self) -> tuple[float, ...]:
+        """Between the marks of each loop; the device must be done."""
+        pairs = [pair for marks in self._marks for pair in pairwise(marks)]
+        if self._on_gpu:
+            return tuple(first.elapsed_time(second) for first, second in pairs)
+        return tuple(1e3 * (second - first) for first, second in pairs)
+
+
+@dataclass(eq=False)
+class Side:
+    """A loaded pipeline that is measured.
+
+    Attributes:
+        values: the request's settings.
+        trials: what was measured so far.
+    """
+
+    name: str
+    model: ModelDescription
+    pipeline: ComposedPipelineBase
+    values: Mapping[str, Any]
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def device(self) -> str:
+        """Where it runs."""
+        return self.pipeline.parallel.device.type
+
+    def run(self, clock: StepClock | None = None) -> Trial:
+        """One request, from its settings to pixels."""
+        clock = StepClock(self.device) if clock is None else clock
+        params = self.model.sampling_params(self.values)
+        synchronize(self.device)
+        start = time.perf_counter()
+        batches = self.model.admit(params, RequestControl(clock.heard))
+        outputs = [self.pipeline.forward(b, self.pipeline.server_args) for b in batches]
+        synchronize(self.device)
+        seconds = time.perf_counter() - start
+        stages: dict[str, float] = {}
+        for output in outputs:
+            for name, taken in output.timings.items():
+                stages[name] = stages.get(name, 0.0) + taken
+        peak = max(output.peak_memory_mb for output in outputs)
+        return Trial(clock.intervals_ms(), seconds, stages, peak)
+
+    def weight_bytes(self) -> int:
+        """What its modules hold on the device."""
+        return sum(_storages(self.pipeline.modules.values()).values())
+
+
+def measure(sides: Sequence[Side], warm_up: int, rounds: int) -> None:
+    """Warm all sides up, then time them in turn, each round in the other order: clocks, heat and
+    neighbours hit all alike."""
+    for side in sides:
+        for _ in range(warm_up):
+            side.run()
+    for number in range(rounds):
+        for side in sides if number % 2 == 0 else reversed(sides):
+            side.trials.append(side.run())
+
+
+def summary(side: Side, others: Sequence[Side]) -> dict[str, Any]:
+    """A side's numbers; on a GPU its peak is without what the others' modules hold meanwhile."""
+    trials = side.trials
+    peak = max(trial.peak_mb for trial in trials)
+    if side.device == "cuda":
+        peak -= sum(other.weight_bytes() for other in others) / 2**20
+    stages = {
+        name: statistics.median(trial.stages.get(name, 0.0) for trial in trials)
+        for name in trials[0].stages
+    }
+    graphs = side.pipeline.graphs
+    return {
+        "name": side.name,
+        "step_ms": Spread.of([ms for trial in trials for ms in trial.steps_ms]),
+        "seconds": Spread.of([trial.seconds for trial in trials]),
+        "stages": stages,
+        "peak_gib": peak / 1024,
+        "notes": list(side.pipeline.notes),
+        "graphs": None if graphs is None else graphs.counters,
+    }
+
+
+def _storages(parts: Iterable[Any]) -> dict[int, int]:
+    """Address and bytes of each block of device memory behind modules' tensors."""
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    held = [tensor.untyped_storage() for tensor in tensors if tensor.is_cuda]
+    return {storage.data_ptr(): storage.nbytes() for storage in held}

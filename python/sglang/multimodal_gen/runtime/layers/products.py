@@ -119,9 +119,7 @@ def concat_linear(parts: Sequence[Tensor], linear: nn.Module) -> Tensor:
     return out.unflatten(0, parts[0].shape[:-1])
 
 
-def norm_modulate(
-    x: Tensor, shift: Tensor, scale: Tensor, into: nn.Module | None = None
-) -> Tensor:
+def norm_modulate(x: Tensor, shift: Tensor, scale: Tensor, into: nn.Module | None = None) -> Tensor:
     """`ops.norm_modulate`; with the rows quantised beside it where ``into`` reads such."""
     if not reads_rows(into):
         return norm.norm_modulate(x, shift, scale)

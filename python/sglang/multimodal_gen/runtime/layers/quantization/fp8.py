@@ -23,6 +23,7 @@ from sglang.multimodal_gen.runtime.layers.ops.fp8_rows import (
     quantize_rows,
     scale_of,
     to_e4m3,
+    wide,
 )
 
 WIDTH_MULTIPLE = 16
@@ -104,12 +105,12 @@ class Fp8Method:
 
     def quantize_weight(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """A weight [O, I] -> e4m3 [O, I] and its scales, of the slice that is given."""
-        wide = weight.detach().float()
+        values = weight.detach().float()
         if self.by_row:
-            scale = scale_of(wide.abs().amax(dim=-1))
-            return to_e4m3(wide, scale[:, None]), scale
-        scale = scale_of(wide.abs().amax()).reshape(1)
-        return to_e4m3(wide, scale), scale
+            scale = scale_of(values.abs().amax(dim=-1))
+            return to_e4m3(values, scale[:, None]), scale
+        scale = scale_of(values.abs().amax()).reshape(1)
+        return to_e4m3(values, scale), scale
 
     def rows(self, x: Tensor | PendingInput) -> QuantizedRows:
         """An input, quantised; at no cost where it carries its rows."""
@@ -128,8 +129,8 @@ class Fp8Method:
         like = x.last if isinstance(x, PendingInput) else x
         shape = (*like.shape[:-1], weight.shape[0])
         if like.numel() <= FEW_ROWS * like.shape[-1]:
-            wide = x.value() if isinstance(x, PendingInput) else x
-            flat = wide.reshape(-1, wide.shape[-1])
+            value = x.value() if isinstance(x, PendingInput) else x
+            flat = value.reshape(-1, value.shape[-1])
             return fp8_few_rows(flat, weight, weight_scale, bias).reshape(shape)
         out = like.new_empty(shape)
         self.into(self.rows(x), weight, weight_scale, bias, out.view(-1, weight.shape[0]))
@@ -148,8 +149,8 @@ class Fp8Method:
 
 
 def dequantized(weight: Tensor, scale: Tensor) -> Tensor:
-    """What a stored weight and its scales ([O], [O, 1] or one number) mean, in float32."""
-    return weight.float() * (scale.float() if scale.numel() == 1 else scale.float().reshape(-1, 1))
+    """What a weight and its scales ([O] or one number) mean, in float32."""
+    return wide(weight) * scale.reshape(-1, 1)
 
 
 def fits(weight: Tensor) -> bool:

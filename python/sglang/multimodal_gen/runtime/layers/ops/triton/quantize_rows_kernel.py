@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,22 +14,23 @@ SMALLEST_SCALE = 1e-12
 
 
 @triton.jit
-def gelu_tanh(x):
+def gelu_tanh(x: Any) -> Any:
     """The tanh form of GELU; ``tanh(y) = 1 - 2 / (exp(2 y) + 1)``, which no ``y`` makes NaN."""
     y = 0.7978845608028654 * (x + 0.044715 * x * x * x)
     return 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * y) + 1.0))
 
 
 @triton.jit
-def store_row(x, inside, column, row, width, values_ptr, scale_ptr, LARGEST: tl.constexpr):
+def store_row(
+    x: Any, inside: Any, column: Any, row: Any, width: Any, values_ptr: Any, scale_ptr: Any,
+    LARGEST: tl.constexpr,
+) -> None:  # fmt: skip
     """Quantise one row of float32, zeros outside, and write it."""
     scale = tl.maximum(tl.max(tl.abs(x), 0) / LARGEST, 1e-12)
     tl.store(scale_ptr + row, scale)
     scaled = tl.minimum(tl.maximum(x / scale, -LARGEST, propagate_nan=tl.PropagateNan.ALL),
                         LARGEST, propagate_nan=tl.PropagateNan.ALL)  # fmt: skip
-    tl.store(
-        values_ptr + row * width + column, scaled.to(values_ptr.dtype.element_ty), mask=inside
-    )
+    tl.store(values_ptr + row * width + column, scaled.to(values_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -101,8 +101,7 @@ def concat_linear(parts: Sequence[Tensor], linear: nn.Module) -> Tensor:
         first, last = parts
         pending = last if isinstance(last, PendingInput) else PendingInput(last)
         return linear(pending._replace(first=first))
-    summed = isinstance(linear, RowParallelLinear) and linear.method is None
-    row = linear if summed and _is_untouched(linear) else None
+    row = linear if _is_plain_row(linear) else None
     plain = linear if _is_plain(linear) else row
     if plain is None or plain.bias is None or not _mergeable(parts[0]):
         return linear(torch.cat(tuple(parts), dim=-1))
@@ -268,6 +267,11 @@ def _is_local_method(linear: nn.Module) -> TypeGuard[MethodLinear]:
         and not compiling
         and _is_untouched(linear)
     )
+
+
+def _is_plain_row(linear: nn.Module) -> TypeGuard[RowParallelLinear]:
+    row = isinstance(linear, RowParallelLinear) and linear.method is None
+    return row and _is_untouched(linear)
 
 
 def _is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:

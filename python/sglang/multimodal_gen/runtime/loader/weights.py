@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from sglang.multimodal_gen.runtime.layers.ops.fp8_rows import E4M3
-from sglang.multimodal_gen.runtime.layers.quantization.fp8 import Fp8Method, quantizer_of
+from sglang.multimodal_gen.runtime.layers.quantization.fp8 import quantizer_of
 from sglang.multimodal_gen.runtime.layers.shard import Shard, shard_of
 from sglang.multimodal_gen.runtime.loader.checkpoint import Checkpoint, listed
 from sglang.multimodal_gen.runtime.loader.eight_bit_values import eight_bit, widened
@@ -31,7 +31,7 @@ from sglang.multimodal_gen.runtime.loader.key_match import (
     rename_by_table,
 )
 from sglang.multimodal_gen.runtime.loader.safetensors_header import StoredTensor
-from sglang.multimodal_gen.runtime.loader.stored_fp8 import STORED_TYPE, sort_stored
+from sglang.multimodal_gen.runtime.loader.stored_fp8 import sort_stored
 from sglang.multimodal_gen.runtime.loader.tensor_reader import TensorReader
 from sglang.multimodal_gen.runtime.loader.transformers_keys import (
     is_transformers_model,
@@ -109,31 +109,18 @@ def load_weights(
     dtype_for = dtype_rule(module, dtype)
     tracker = _Tracker(checkpoint, (*ignored, *stored_fp8.scales.values()), label, progress)
     counts: Counter[str] = Counter()
-    # Asked before a home puts its own parameters in their place.
-    places = {slot.names[0]: _tensor(module, slot.names[0]) for slot in match.slots}
-    shards = {name: shard_of(place) for name, place in places.items()}
-    quantizers = {name: quantizer_of(place) for name, place in places.items()}
+    # Made before a home puts its own parameters in their place.
+    delivery = _Delivery(module, match, home, device)
     if home is not None:
         home.prepare(module, _weight_specs(module, match, dtype_for))
     sharded = 0
     with TensorReader() as reader:
         for slot in _in_file_order(match, checkpoint):
             stored = checkpoint.tensors[slot.source]
-            shard, quantizer = shards[slot.names[0]], quantizers[slot.names[0]]
+            shard = delivery.shards[slot.names[0]]
             views = _read(reader, slot.source, stored, shard)
-            floating = views[0].is_floating_point()
-            target = dtype_for(slot.names[0]) if floating else views[0].dtype
             scale = _read_scale(reader, checkpoint, stored_fp8.scales.get(slot.source))
-            delivery = _Delivery(module, home, device)
-            if quantizer is not None:
-                target = E4M3
-                delivery.quantized(slot, views, scale, shard, quantizer, stored)
-            elif scale is not None:
-                value = widened(_placed(views, shard, device, E4M3), scale, shard, target)
-                delivery.hand(slot.names, [value], 0, None, target)
-            else:
-                dim = 0 if shard is None else shard.dim
-                delivery.hand(slot.names, views, dim, shard, target)
+            target = delivery.deliver(slot, views, scale, dtype_for(slot.names[0]))
             counts[f"{stored.dtype} -> {str(target).removeprefix('torch.')}"] += 1
             sharded += shard is not None
             for copy in slot.copies:
@@ -253,41 +240,56 @@ def _placed(
 
 
 class _Delivery:
-    """Hands one slot's values to where they will stay: a home, or the device."""
+    """Hands each slot's values to where they will stay: a home, or the device."""
 
-    def __init__(self, module: nn.Module, home: WeightHome | None, device: str) -> None:
+    def __init__(
+        self, module: nn.Module, match: KeyMatch, home: WeightHome | None, device: str
+    ) -> None:
         self._module = module
         self._home = home
         self._device = device
+        places = {slot.names[0]: _tensor(module, slot.names[0]) for slot in match.slots}
+        self.shards = {name: shard_of(place) for name, place in places.items()}
+        self._quantizers = {name: quantizer_of(place) for name, place in places.items()}
 
-    def hand(
-        self,
-        names: tuple[str, ...],
-        views: list[torch.Tensor],
-        dim: int,
-        shard: Shard | None,
-        dtype: torch.dtype,
-    ) -> None:
-        """``views`` along ``dim`` make up the tensor, of which a rank may hold ``shard``."""
-        if self._home is None or not self._home.take(names, views, dim, dtype):
-            _assign(self._module, names, _placed(views, shard, self._device, dtype))
-
-    def quantized(
+    def deliver(
         self,
         slot: Slot,
         views: list[torch.Tensor],
         scale: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.dtype:
+        """Fill a slot from what was read of it; returns the dtype that it has now.
+
+        Eight bits are quantised, and stored ones widened, on the device that will compute.
+        """
+        shard, quantizer = self.shards[slot.names[0]], self._quantizers[slot.names[0]]
+        stored = views[0].dtype
+        if quantizer is not None:
+            value = _placed(views, shard, self._device, E4M3 if stored == E4M3 else torch.float32)
+            weight, scales = eight_bit(value, scale, quantizer, shard, slot.source)
+            del value
+            self._hand(slot.names, [weight], None, E4M3)
+            self._hand((_scale_name(slot),), [scales], None, torch.float32)
+            return E4M3
+        if scale is not None:
+            value = widened(_placed(views, shard, self._device, E4M3), scale, shard, dtype)
+            self._hand(slot.names, [value], None, dtype)
+            return dtype
+        target = dtype if stored.is_floating_point else stored
+        self._hand(slot.names, views, shard, target)
+        return target
+
+    def _hand(
+        self,
+        names: tuple[str, ...],
+        views: list[torch.Tensor],
         shard: Shard | None,
-        quantizer: Fp8Method,
-        stored: StoredTensor,
+        dtype: torch.dtype,
     ) -> None:
-        """A weight in eight bits and its scales, quantised on the device that will multiply."""
-        read_as = E4M3 if stored.dtype == STORED_TYPE else torch.float32
-        value = _placed(views, shard, self._device, read_as)
-        weight, scales = eight_bit(value, scale, quantizer, shard, slot.source)
-        del value, views
-        self.hand(slot.names, [weight], 0, None, E4M3)
-        self.hand((_scale_name(slot),), [scales], 0, None, torch.float32)
+        dim = 0 if shard is None else shard.dim
+        if self._home is None or not self._home.take(names, views, dim, dtype):
+            _assign(self._module, names, _placed(views, shard, self._device, dtype))
 
 
 def _scale_name(slot: Slot) -> str:

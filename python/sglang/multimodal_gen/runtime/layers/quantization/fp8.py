@@ -83,8 +83,8 @@ def carrying(x: Tensor, rows: QuantizedRows) -> Tensor:
 
 
 def carried(x: Tensor) -> QuantizedRows | None:
-    """The rows that whoever made ``x`` quantised in the same pass."""
-    return vars(x).get(_ROWS)
+    """The rows that whoever made ``x`` quantised in the same pass; a compiler fuses by itself."""
+    return None if torch.compiler.is_compiling() else vars(x).get(_ROWS)
 
 
 @dataclass(frozen=True, slots=True)

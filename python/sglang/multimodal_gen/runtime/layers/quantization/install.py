@@ -69,8 +69,9 @@ def _takes(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def _put(model: nn.Module, path: str, module: nn.Linear, method: Fp8Method) -> None:
+    plain: Any = module
     target: Any = module if isinstance(module, ParallelLinear) else MethodLinear(module)
-    weight, scale = quantized_parameters(module.weight, method)
+    weight, scale = quantized_parameters(plain.weight, method)
     target.weight, target.weight_scale, target.method = weight, scale, method
     if target is not module:
         parent, _, leaf = path.rpartition(".")

@@ -23,7 +23,7 @@ def _kernel(
     output = tl.program_id(0) * OUT + tl.arange(0, OUT)
     exists = output < outputs
     scale = tl.load(weight_scale_ptr + output * scale_step, mask=exists, other=0.0)
-    for row in tl.static_range(ROWS):
+    for row in range(ROWS):
         total = tl.zeros((OUT,), dtype=tl.float32)
         for start in range(0, inputs, IN):
             column = start + tl.arange(0, IN)
@@ -49,5 +49,6 @@ def launch(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None)
         x, weight, weight_scale, x if bias is None else bias, out, outputs, x.stride(0),
         min(1, weight_scale.numel() - 1),
         inputs=inputs, ROWS=rows, BIAS=bias is not None, OUT=OUTPUTS, IN=INPUTS,
+        num_warps=4,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     return out

@@ -3,6 +3,7 @@
     python benchmarks/denoise_step.py                   full size, one GPU
     python benchmarks/denoise_step.py --compile         and Diffusers with its blocks compiled
     python benchmarks/denoise_step.py --graphs          and this runtime with CUDA graphs
+    python benchmarks/denoise_step.py --quantization fp8    and this runtime in eight bits
     python benchmarks/denoise_step.py --toy             tiny, on the CPU: does the script still run?
 
 ``benchmarks/README.md`` says what is measured, and holds the results.
@@ -15,7 +16,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,20 @@ import diffusers
 import torch
 
 from flux_floor import FLUX_DEV, TOY, Operations, Workload, count_operations
-from flux_sides import DiffusersSide, RuntimeSide, first_prediction, make_sides
+from flux_sides import (
+    DiffusersSide,
+    RuntimeSide,
+    first_prediction,
+    make_sides,
+    quantized_side,
+)
 from step_clock import Summary, alternate, peak_gib
 
 OURS, THEIRS, COMPILED = "this runtime", "diffusers", "diffusers, compiled"
 GRAPHS = "this runtime, graphs"
+QUANTIZED = "this runtime, {}"
+QUANTIZED_LIMIT = 0.2
+"""Relative L2 of a prediction in eight bits to the same weights' in more."""
 SAME_WEIGHTS_LIMIT = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 """Relative L2 of two predictions that must not differ by more than the dtype explains."""
 
@@ -70,14 +80,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "machine": _machine(device),
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
     }
+    extras: dict[str, RuntimeSide] = {}
+    if options.quantization:
+        extras[QUANTIZED.format(options.quantization)] = _in_eight_bits(ours, options, record)
     graphs = _with_graphs(ours) if options.graphs else None
-    rows = _measure(ours, theirs, floor, options, device, graphs=graphs)
+    extras |= {} if graphs is None else {GRAPHS: graphs}
+    rows = _measure(ours, theirs, floor, options, device, extras=extras)
     record |= {} if graphs is None else _compare_graphs(ours, graphs, options.steps)
     _tell(record, rows, options)
     if options.compile:
         # Told and written first: compiling takes minutes, and lent machines have limits.
         record["compile_wait_s"] = _compile(theirs, options.steps)
-        rows += _measure(ours, theirs, floor, options, device, COMPILED, graphs)
+        rows += _measure(ours, theirs, floor, options, device, COMPILED, extras)
         _tell(record, rows, options)
         if options.compile_ours:
             print(f"ours so far: {_print_rows(rows)}", flush=True)
@@ -108,25 +122,45 @@ def _measure(
     options: argparse.Namespace,
     device: torch.device,
     their_name: str = THEIRS,
-    graphs: RuntimeSide | None = None,
+    extras: Mapping[str, RuntimeSide] | None = None,
 ) -> list[Row]:
     """All sides in turn, after a warm-up of each; memory before time, one side at a time."""
-    sides: list[tuple[str, Any, Any]] = [(their_name, theirs, ours), (OURS, ours, theirs)]
-    if graphs is not None:
-        sides.append((GRAPHS, graphs, theirs))
-    for _, side, _ in sides:
+    sides: list[tuple[str, Any]] = [(their_name, theirs), (OURS, ours), *(extras or {}).items()]
+    for _, side in sides:
         side.loop(options.steps, lambda: None)
     peaks = [
-        peak_gib(side.loop, side.transformer, [other.transformer])
+        peak_gib(side.loop, side.transformer, [other.transformer for _, other in sides])
         if device.type == "cuda"
         else None
-        for _, side, other in sides
+        for _, side in sides
     ]
-    times = alternate([side.loop for _, side, _ in sides], options.steps, options.rounds, device)
+    times = alternate([side.loop for _, side in sides], options.steps, options.rounds, device)
     return [
         Row(name, summary, 100 * floor / summary.median_ms, peak)
-        for (name, _, _), summary, peak in zip(sides, times, peaks, strict=True)
+        for (name, _), summary, peak in zip(sides, times, peaks, strict=True)
     ]
+
+
+def _in_eight_bits(
+    ours: RuntimeSide, options: argparse.Namespace, record: dict[str, Any]
+) -> RuntimeSide:
+    """Our side on the same weights, quantised as the flag of this name does; both are compared.
+
+    Raises:
+        SystemExit: it says something else than rounding explains, or the same.
+    """
+    side = quantized_side(ours, options.quantization)
+    error = relative_l2(first_prediction(side), first_prediction(ours))
+    sizes = [sum(p.nbytes for p in s.transformer.parameters()) for s in (side, ours)]
+    record["quantized"] = {"relative_l2": error, "bytes": sizes[0], "bytes_before": sizes[1]}
+    print(
+        f"{options.quantization}: relative L2 of one prediction {error:.2e}; "
+        f"{sizes[0] / 2**30:.3f} GiB of weights, {sizes[0] / sizes[1]:.3f} of those before",
+        flush=True,
+    )
+    if not 1e-4 < error < QUANTIZED_LIMIT:
+        raise SystemExit(f"FAILED: {error:.2e} is not between 1e-4 and {QUANTIZED_LIMIT}")
+    return side
 
 
 def _with_graphs(ours: RuntimeSide) -> RuntimeSide:
@@ -248,6 +282,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="steps a loop (at least 2; the first is set-up)")
     parser.add_argument("--rounds", type=int, help="loops a side, sides in turn")
     parser.add_argument("--graphs", action="store_true", help="this runtime with graphs as well")
+    parser.add_argument("--quantization", choices=("fp8", "fp8-tensor"), help="in eight bits too")
     parser.add_argument("--compile", action="store_true", help="also compile diffusers' blocks")
     parser.add_argument("--compile-ours", action="store_true", help="then this runtime's as well")
     parser.add_argument("--toy", action="store_true", help="a tiny model on the CPU")

@@ -23,6 +23,8 @@ from sglang.multimodal_gen.runtime.cache.cuda_graphs import CudaGraphs
 from sglang.multimodal_gen.runtime.cache.graph_runner import GraphRunner
 from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.layers.products import pack_linears
+from sglang.multimodal_gen.runtime.layers.quantization.install import quantize_linears
+from sglang.multimodal_gen.runtime.loader.quantize import METHODS
 from sglang.multimodal_gen.runtime.models.dits.flux import FluxTransformer2DModel
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, RequestControl
 from sglang.multimodal_gen.runtime.pipelines_core.stages.denoising import DenoisingStage
@@ -212,6 +214,18 @@ def make_sides(
         ),
     )  # fmt: skip
     return DiffusersSide(reference, work, embeddings), RuntimeSide(ours, work, embeddings)
+
+
+def quantized_side(side: RuntimeSide, name: str) -> RuntimeSide:
+    """A side on the same weights as the loader holds them under ``--quantization NAME``."""
+    with torch.device("meta"):
+        model = FluxTransformer2DModel(**side.work.config).eval()
+    model.load_state_dict(side.transformer.state_dict(), assign=True)
+    model.requires_grad_(False)
+    quantize_linears(model, METHODS[name], ignored=FluxPipelineConfig().quantization_ignored_layers)
+    if side.embeddings.prompt.is_cuda:
+        pack_linears(model)
+    return RuntimeSide(model, side.work, side.embeddings)
 
 
 def first_prediction(side: Side) -> Tensor:

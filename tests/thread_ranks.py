@@ -58,6 +58,12 @@ class ThreadGroup(Group):
         assert len({tuple(piece.shape) for piece in pieces.values()}) == 1
         return torch.cat([pieces[rank] for rank in range(self.size)], dim)
 
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self.size == 1:
+            return x
+        self._count("all_reduce")
+        return self.all_gather(x[None]).sum(0)  # in the same order on each rank
+
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         if self.size == 1:
             return x

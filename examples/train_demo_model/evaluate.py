@@ -69,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--at-least", type=float, default=0.0, help="share that must be right, 0..1"
     )
+    parser.add_argument("--quantization", help="as sglang generate takes it; left out: none")
     args = parser.parse_args(argv)
 
     begin = time.monotonic()
@@ -78,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         steps=args.steps,
         seed=args.seed,
         batch=args.batch,
+        quantization=args.quantization,
     )
     print(report(result, time.monotonic() - begin))
     if args.sheet is not None:

@@ -73,6 +73,9 @@ class PipelineConfig(Sealable):
     vae_precision: str = "fp32"
     text_encoder_precisions: tuple[str, ...] = ("bf16",)
     image_encoder_precision: str = "fp32"
+    quantization_ignored_layers: tuple[str, ...] = ("*embed*", "norm_out*", "proj_out")
+    """Patterns (``fnmatch``) of the denoiser's linears that ``--quantization`` leaves as they are:
+    those that few parameters and the whole picture depend on."""
     boundary_ratio: float | None = None
     """With two denoisers: the share of the training steps from which on, upwards, the first one
     denoises, and ``transformer_2`` below it."""
@@ -131,6 +134,8 @@ class PipelineConfig(Sealable):
             for precision in value if isinstance(value, tuple) else (value,):
                 if precision not in PRECISIONS:
                     raise InvalidArgument(field_name, value, f"use {', '.join(PRECISIONS)}")
+        if name == "quantization_ignored_layers" and not all(isinstance(v, str) for v in value):
+            raise InvalidArgument(field_name, value, "must be a list of texts")
         if name in ("max_pixels", "max_video_pixels") and not (
             isinstance(value, int) and value >= 1
         ):

@@ -108,6 +108,13 @@ class QwenImagePipelineConfig(ImagePipelineConfig):
         )
     )
     vae_precision: str = "bf16"
+    quantization_ignored_layers: tuple[str, ...] = (
+        "img_in",
+        "txt_in",
+        "time_text_embed*",
+        "norm_out*",
+        "proj_out",
+    )
 
     def prepare_model_state(
         self, batch: Req, transformer: QwenImageTransformer2DModel

@@ -14,9 +14,9 @@ class GELUProjection(nn.Module):
         super().__init__()
         self.proj = nn.Linear(dim, inner_dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., dim] -> [..., inner_dim]."""
-        return gelu_linear(x, self.proj)
+    def forward(self, x: Tensor, into: nn.Module | None = None) -> Tensor:
+        """[..., dim] -> [..., inner_dim]; ``into`` is the linear that alone will read it."""
+        return gelu_linear(x, self.proj, into)
 
 
 class FeedForward(nn.Module):
@@ -33,8 +33,12 @@ class FeedForward(nn.Module):
             [GELUProjection(dim, inner_dim), nn.Identity(), nn.Linear(inner_dim, dim)]
         )
 
+    @property
+    def up(self) -> nn.Module:
+        """The linear that reads the input."""
+        return self.net[0].proj  # type: ignore[return-value]
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]."""
-        for layer in self.net:
-            x = layer(x)
-        return x
+        up, _, down = self.net
+        return down(up(x, down))

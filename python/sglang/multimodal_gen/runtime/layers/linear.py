@@ -11,6 +11,7 @@ Legend: I inputs, O outputs, G ranks of the group.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,31 @@ from torch import Tensor, nn
 from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.layers.shard import Shard, sharded
 
+if TYPE_CHECKING:
+    from sglang.multimodal_gen.runtime.layers.quantization.fp8 import Fp8Method
+
 ProductHook = Callable[[Tensor, Tensor], Tensor]
 """A linear's input and its product with the local weight -> what stands for the product."""
+
+
+class MethodLinear(nn.Linear):
+    """A whole linear whose product is a method's: that of a quantised weight.
+
+    Its parameters are put in by whoever installs the method; the bias is the plain linear's.
+    """
+
+    weight_scale: nn.Parameter
+    method: Fp8Method
+
+    def __init__(self, plain: nn.Linear) -> None:
+        nn.Module.__init__(self)  # not Linear's: it would make a weight
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.bias = plain.bias
+        self.training = plain.training
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., I] -> [..., O]."""
+        return self.method.linear(input, self.weight, self.weight_scale, self.bias)
 
 
 class ParallelLinear(nn.Linear):
@@ -31,7 +55,11 @@ class ParallelLinear(nn.Linear):
         shard: which slice of the weight [O, I].
         on_product: sees each local product before it is gathered or reduced: where a low-rank
             change of the weight is added.
+        method: what stands for the local product where the weight is quantised: with scales of
+            this rank's slice, and of a slice of the input where that is what comes.
     """
+
+    weight_scale: nn.Parameter
 
     def __init__(self, whole: nn.Linear, group: Group, shard: Shard) -> None:
         nn.Module.__init__(self)  # not Linear's: it would make a whole weight
@@ -39,10 +67,14 @@ class ParallelLinear(nn.Linear):
         self.group = group
         self.shard = shard
         self.on_product: ProductHook | None = None
+        self.method: Fp8Method | None = None
         self.weight = sharded(whole.weight, shard)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        product = F.linear(x, self.weight, bias)
+        if self.method is None:
+            product = F.linear(x, self.weight, bias)
+        else:
+            product = self.method.linear(x, self.weight, self.weight_scale, bias)
         return product if self.on_product is None else self.on_product(x, product)
 
     def extra_repr(self) -> str:

@@ -1,26 +1,44 @@
 """Matrix products that belong together, as fewer and larger calls of the library.
 
 The modules stay linears under their checkpoint names, whole or dealt over ranks; of the latter the
-products here are the local ones. Where one of them is something else (an adapter is on it, it is
-quantised, its output is gathered), each function falls back to what its first sentence says, call
-by call: that is a choice by type and place, not an attempt.
+products here are the local ones. Quantised ones share an input that is quantised once. Where one of
+them is something else (an adapter is on it, its output is gathered), each function falls back to
+what its first sentence says, call by call: that is a choice by type and place, not an attempt.
+
+``into`` names a linear that will read a result, where a model's file says so. A quantised one
+reads rows of eight bits, which whoever makes the result can make in the same pass over memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sglang.multimodal_gen.runtime.layers.end_to_end import end_to_end
-from sglang.multimodal_gen.runtime.layers.linear import ColumnParallelLinear, RowParallelLinear
+from sglang.multimodal_gen.runtime.layers.linear import (
+    ColumnParallelLinear,
+    MethodLinear,
+    RowParallelLinear,
+)
+from sglang.multimodal_gen.runtime.layers.ops import norm_modulate as norm
+from sglang.multimodal_gen.runtime.layers.quantization.fp8 import (
+    Fp8Method,
+    PendingInput,
+    QuantizedRows,
+    carried,
+    carrying,
+)
+from sglang.multimodal_gen.runtime.layers.quantization.install import method_of
 
 
 def parallel_linears(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     """Each linear of ``x``: one product where `pack_linears` made the weights neighbours."""
+    if any(method_of(linear) is not None for linear in linears):
+        return _quantized_products(x, linears)
     packed = None if torch.compiler.is_compiling() else _packed(linears)
     if packed is None:
         return tuple(linear(x) for linear in linears)
@@ -37,6 +55,8 @@ def joint_parallel_linears(
     whoever joins the streams (`qk_norm.norm_rotate_join`) finds them joined.
     """
     first = streams[0][0]
+    if (quantized := _quantized_streams(streams)) is not None:
+        return quantized
     can = _mergeable(first) and not torch.is_grad_enabled()  # out= knows no gradients
     packed = [_packed(linears) for _, linears in streams] if can else []
     weights = [pair[0] for pair in packed if pair is not None and pair[1] is not None]
@@ -54,8 +74,14 @@ def joint_parallel_linears(
     )
 
 
-def gelu_linear(x: Tensor, linear: nn.Module) -> Tensor:
-    """``gelu(linear(x))``, tanh form; in the product's epilogue where cuBLAS has it."""
+def gelu_linear(x: Tensor, linear: nn.Module, into: nn.Module | None = None) -> Tensor:
+    """``gelu(linear(x))``, tanh form; in the product's epilogue where cuBLAS has it.
+
+    Where ``into`` is quantised it must be the only reader, alone or through `concat_linear`: the
+    GELU is then left to it (`PendingInput`).
+    """
+    if reads_rows(into):
+        return PendingInput(linear(x), gelu=True)  # type: ignore[return-value]
     if not _is_local(linear) or linear.bias is None or not _mergeable(x):
         return F.gelu(linear(x), approximate="tanh")
     flat = x.reshape(-1, x.shape[-1])
@@ -71,7 +97,11 @@ def concat_linear(parts: Sequence[Tensor], linear: nn.Module) -> Tensor:
     Writing a concatenation of 4,608 x 15,360 takes as long as a product's tenth; a product that
     adds to the one before takes nearly nothing more.
     """
-    row = linear if isinstance(linear, RowParallelLinear) and _is_untouched(linear) else None
+    if reads_rows(linear) and len(parts) == 2:
+        first, last = parts
+        pending = last if isinstance(last, PendingInput) else PendingInput(last)
+        return linear(pending._replace(first=first))
+    row = linear if _is_plain_row(linear) else None
     plain = linear if _is_plain(linear) else row
     if plain is None or plain.bias is None or not _mergeable(parts[0]):
         return linear(torch.cat(tuple(parts), dim=-1))
@@ -88,6 +118,90 @@ def concat_linear(parts: Sequence[Tensor], linear: nn.Module) -> Tensor:
     return out.unflatten(0, parts[0].shape[:-1])
 
 
+def norm_modulate(x: Tensor, shift: Tensor, scale: Tensor, into: nn.Module | None = None) -> Tensor:
+    """`ops.norm_modulate`; with the rows quantised beside it where ``into`` reads such."""
+    if not reads_rows(into):
+        return norm.norm_modulate(x, shift, scale)
+    normed, *rows = norm.norm_modulate_rows(x, shift, scale)
+    return carrying(normed, QuantizedRows(*rows))
+
+
+def add_gated_norm_modulate(
+    residual: Tensor,
+    gate: Tensor,
+    update: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    into: nn.Module | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`ops.add_gated_norm_modulate`; the normed one as `norm_modulate` here gives it."""
+    if not reads_rows(into):
+        return norm.add_gated_norm_modulate(residual, gate, update, shift, scale)
+    x, normed, *rows = norm.add_gated_norm_modulate_rows(residual, gate, update, shift, scale)
+    return x, carrying(normed, QuantizedRows(*rows))
+
+
+def reads_rows(linear: nn.Module | None) -> bool:
+    """Whether a linear takes its input quantised by row; one with an adapter needs all of it."""
+    method = None if linear is None else method_of(linear)
+    if method is None or not method.by_row or linear is None:
+        return False
+    return _is_untouched(linear) and not torch.compiler.is_compiling()
+
+
+class _Together(NamedTuple):
+    """Linears that are quantised alike, as one: their weights, scales and biases end to end."""
+
+    method: Fp8Method
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+
+def _together(linears: Sequence[nn.Module]) -> _Together | None:
+    """None unless all are quantised by row, untouched, local, and neighbours in memory."""
+    local = [linear for linear in linears if _is_local_method(linear)]
+    biases = [linear.bias for linear in local if linear.bias is not None]
+    if len(local) < len(linears) or len(biases) not in (0, len(local)):
+        return None
+    weight = end_to_end([linear.weight for linear in local])
+    scale = end_to_end([linear.weight_scale for linear in local])
+    bias = end_to_end(biases) if biases else None
+    if weight is None or scale is None or (biases and bias is None):
+        return None
+    return _Together(local[0].method, weight, scale, bias)
+
+
+def _quantized_products(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """Each linear of ``x``, some of them quantised: by row, once for all of them."""
+    if (together := _together(linears)) is not None:
+        product = together.method.linear(x, together.weight, together.scale, together.bias)
+        return product.split([len(linear.weight) for linear in linears], dim=-1)  # type: ignore[arg-type]
+    methods = [method_of(linear) for linear in linears]
+    by_row = [method for method in methods if method is not None and method.by_row]
+    if len(by_row) > 1 and carried(x) is None:
+        x = carrying(x.view_as(x), by_row[0].rows(x))  # a view: the caller's tensor stays bare
+    return tuple(linear(x) for linear in linears)
+
+
+def _quantized_streams(
+    streams: Sequence[tuple[Tensor, Sequence[nn.Module]]],
+) -> tuple[tuple[Tensor, ...], ...] | None:
+    """As `joint_parallel_linears`: one sequence's products end to end."""
+    packed = [t for _, linears in streams if (t := _together(linears)) is not None]
+    first, widths = streams[0][0], {len(t.weight) for t in packed}
+    if len(packed) < len(streams) or first.shape[0] != 1 or len(widths) > 1:
+        return None
+    lengths = [x.shape[1] for x, _ in streams]
+    joint = first.new_empty((sum(lengths), *widths))
+    for rows, (x, _), t in zip(joint.split(lengths), streams, packed, strict=True):
+        t.method.into(t.method.rows(x), t.weight, t.scale, t.bias, rows)
+    return tuple(
+        rows[None].split([len(linear.weight) for linear in linears], dim=-1)  # type: ignore[arg-type]
+        for rows, (_, linears) in zip(joint.split(lengths), streams, strict=True)
+    )
+
+
 def pack_linears(module: nn.Module) -> int:
     """Make the weights of linears that share an input neighbours in memory; returns how many sets.
 
@@ -99,6 +213,10 @@ def pack_linears(module: nn.Module) -> int:
         for names in getattr(type(owner), "shared_input", ()):
             linears = [owner.get_submodule(name) for name in names if hasattr(owner, name)]
             plain = [linear for linear in linears if _is_local(linear)]
+            quantized = [linear for linear in linears if _is_local_method(linear)]
+            if len(quantized) == len(names):
+                _pack([linear.weight_scale for linear in quantized])
+                plain = quantized
             if len(plain) == len(names):
                 _pack([linear.weight for linear in plain])
                 _pack([linear.bias for linear in plain if linear.bias is not None])
@@ -133,8 +251,27 @@ def _widths(linears: Sequence[nn.Module]) -> list[int]:
 def _is_local(linear: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether its result is its weight's product and its bias, and nothing else."""
     if type(linear) is ColumnParallelLinear:
-        return not linear.gather_output and _is_untouched(linear)
+        return linear.method is None and not linear.gather_output and _is_untouched(linear)
     return _is_plain(linear)
+
+
+def _is_local_method(linear: nn.Module) -> TypeGuard[MethodLinear]:
+    """The same of a quantised linear's method, by row."""
+    method = method_of(linear)
+    gathered = getattr(linear, "gather_output", False) or isinstance(linear, RowParallelLinear)
+    compiling = torch.compiler.is_compiling()
+    return (
+        method is not None
+        and method.by_row
+        and not gathered
+        and not compiling
+        and _is_untouched(linear)
+    )
+
+
+def _is_plain_row(linear: nn.Module) -> TypeGuard[RowParallelLinear]:
+    row = isinstance(linear, RowParallelLinear) and linear.method is None
+    return row and _is_untouched(linear)
 
 
 def _is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
+from sglang.multimodal_gen.runtime.layers.quantization.fp8 import is_scale, quantizer_of
 from sglang.multimodal_gen.runtime.loader.capabilities import lacking
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentLoader,
@@ -40,6 +41,7 @@ from sglang.multimodal_gen.runtime.loader.component_loaders.tokenizer_loader imp
 from sglang.multimodal_gen.runtime.loader.json_file import read_json_object
 from sglang.multimodal_gen.runtime.loader.model_index import class_in_folder
 from sglang.multimodal_gen.runtime.loader.model_source import ModelSource
+from sglang.multimodal_gen.runtime.loader.quantize import check_given, wish_of
 from sglang.multimodal_gen.runtime.loader.residency import (
     component_facts,
     module_facts,
@@ -163,6 +165,7 @@ def plan_memory(
         InvalidArgument: a memory flag cannot be honoured.
         OutOfMemory: the components fit in no way.
     """
+    check_given(given, [name for name in given if is_denoiser(name)], server_args)
     facts: list[ComponentFacts] = []
     if source is not None:
         facts = components_facts(
@@ -233,7 +236,8 @@ def outline_components(
         module, dtype = loader.module_on_meta(specs[name])
         rule = dtype_rule(module, dtype)
         for path, parameter in module.named_parameters():
-            if parameter.is_floating_point():
+            fixed = is_scale(parameter) or quantizer_of(parameter) is not None
+            if parameter.is_floating_point() and not fixed:
                 parameter.data = parameter.data.to(rule(path))
         module = module if buffers else module.to("meta")
         outlined[name] = module.eval().requires_grad_(False)
@@ -273,6 +277,10 @@ def _found(
         )
         for name, key in names.items()
     }
+    wish = server_args.model.quantization
+    if wish is not None and not any(spec.quantization for spec in specs.values()):
+        problem = f"no component that is loaded ({', '.join(names)}) is a denoiser"
+        raise InvalidArgument("quantization", wish, f"{problem}; leave it out")
     for name, spec in specs.items():
         spec.require_folder()
         loader = chosen[name]
@@ -389,6 +397,7 @@ def _spec(
         weights=_weights(source, name, key, server_args),
         default_config=default_config,
         is_denoiser=is_denoiser(name, key),
+        quantization=wish_of(server_args) if is_denoiser(name, key) else None,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from sglang.multimodal_gen.runtime.layers.quantization.fp8 import is_scale
 from sglang.multimodal_gen.runtime.layers.shard import shard_of
 from sglang.multimodal_gen.runtime.loader.checkpoint import Checkpoint, listed
 from sglang.multimodal_gen.runtime.loader.safetensors_header import StoredTensor
@@ -119,9 +120,14 @@ def rename_by_table(table: Mapping[str, str], owner: str) -> Rename:
 
 
 def _state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name; tied ones appear under each of their names."""
+    """Parameters and persistent buffers by name; tied ones appear under each of their names. Scales
+    come with the weights that they belong to, stored or made."""
     state = module.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and not is_scale(value)
+    }
 
 
 def _stored_names(checkpoint: Checkpoint, rename: Rename, label: str) -> dict[str, str]:
@@ -190,7 +196,8 @@ def _mismatch(
         parts.append("The names look like those of a LoRA, not of a whole component.")
     elif any(name.endswith(("_scale", ".scales", ".qweight", ".absmax")) for name in unexpected):
         parts.append(
-            "The names look like those of a quantised checkpoint, which is not supported here."
+            "The names look like those of a quantised checkpoint, of a kind that is not read here: "
+            "of fp8 (F8_E4M3) each weight_scale stands beside its weight."
         )
     else:
         parts.append("Check that config.json and the weights belong together.")

@@ -16,7 +16,9 @@ from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader imp
     NeuralComponentLoader,
 )
 from sglang.multimodal_gen.runtime.loader.key_match import rename_by_table
+from sglang.multimodal_gen.runtime.loader.quantize import loaded_bytes
 from sglang.multimodal_gen.runtime.loader.safetensors_header import StoredTensor
+from sglang.multimodal_gen.runtime.loader.stored_fp8 import sort_stored
 from sglang.multimodal_gen.runtime.memory.layerwise import (
     LayerwiseOffloadableModuleMixin,
     streamed_blocks,
@@ -88,10 +90,11 @@ def component_facts(
     cls = loader.model_class(spec)
     dtype = parse_precision(spec.precision, field=f"component_precisions.{spec.name}")
     rename = rename_by_table(getattr(cls, "checkpoint_names", None) or {}, cls.__name__)
-    sizes = {
-        rename(name): _loaded_bytes(stored, dtype)
-        for name, stored in spec.checkpoint.tensors.items()
-    }
+    stored = sort_stored(spec.checkpoint, spec.name)
+    names = {rename(name): tensor for name, tensor in stored.weights.tensors.items()}
+    sizes = {name: _loaded_bytes(tensor, dtype) for name, tensor in names.items()}
+    if spec.is_denoiser:
+        sizes |= loaded_bytes(cls, names, spec.quantization, stored)
     blocks = _block_bytes(sizes, getattr(cls, "layer_names", ())) if streams(cls) else ()
     group, ways = _group(cls, role, spec.is_denoiser), loader.ways(cls, spec)
 

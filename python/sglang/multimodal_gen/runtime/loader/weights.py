@@ -2,8 +2,9 @@
 
 Each tensor goes from the memory map straight to its device and dtype; of a parameter that is a
 slice (`Shard`), only that slice. There is no state dict of the whole checkpoint, on any device: the
-peak is the finished module, one tensor and one window of the map. The module ends up independent of
-the files: they may change or vanish afterwards.
+peak is the finished module, one tensor and one window of the map: of weights that are held in eight
+bits, that tensor alone is ever there in its stored type. The module ends up independent of the
+files: they may change or vanish afterwards.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from sglang.multimodal_gen.runtime.layers.ops.fp8_rows import E4M3
+from sglang.multimodal_gen.runtime.layers.quantization.fp8 import quantizer_of
 from sglang.multimodal_gen.runtime.layers.shard import Shard, shard_of
 from sglang.multimodal_gen.runtime.loader.checkpoint import Checkpoint, listed
+from sglang.multimodal_gen.runtime.loader.eight_bit_values import eight_bit, widened
 from sglang.multimodal_gen.runtime.loader.key_match import (
     KeyMatch,
     Slot,
@@ -27,6 +31,7 @@ from sglang.multimodal_gen.runtime.loader.key_match import (
     rename_by_table,
 )
 from sglang.multimodal_gen.runtime.loader.safetensors_header import StoredTensor
+from sglang.multimodal_gen.runtime.loader.stored_fp8 import sort_stored
 from sglang.multimodal_gen.runtime.loader.tensor_reader import TensorReader
 from sglang.multimodal_gen.runtime.loader.transformers_keys import (
     is_transformers_model,
@@ -98,25 +103,24 @@ def load_weights(
             while reading if tied weights are stored twice with different values.
         PipelineDefinitionError: if the constructor left a buffer without values.
     """
-    match = _match(module, checkpoint, label, exact=exact)
+    stored_fp8 = sort_stored(checkpoint, label)
+    match = _match(module, stored_fp8.weights, label, exact=exact)
+    ignored = (*match.ignored, *stored_fp8.aside)
     dtype_for = dtype_rule(module, dtype)
-    tracker = _Tracker(checkpoint, match, label, progress)
+    tracker = _Tracker(checkpoint, (*ignored, *stored_fp8.scales.values()), label, progress)
     counts: Counter[str] = Counter()
-    # Asked before a home puts its own parameters in their place.
-    shards = {slot.names[0]: shard_of(_tensor(module, slot.names[0])) for slot in match.slots}
+    # Made before a home puts its own parameters in their place.
+    delivery = _Delivery(module, match, home, device)
     if home is not None:
         home.prepare(module, _weight_specs(module, match, dtype_for))
     sharded = 0
     with TensorReader() as reader:
         for slot in _in_file_order(match, checkpoint):
             stored = checkpoint.tensors[slot.source]
-            shard = shards.get(slot.names[0])
+            shard = delivery.shards[slot.names[0]]
             views = _read(reader, slot.source, stored, shard)
-            floating = views[0].is_floating_point()
-            target = dtype_for(slot.names[0]) if floating else views[0].dtype
-            dim = 0 if shard is None else shard.dim
-            if home is None or not home.take(slot.names, views, dim, target):
-                _assign(module, slot.names, _placed(views, shard, device, target))
+            scale = _read_scale(reader, checkpoint, stored_fp8.scales.get(slot.source))
+            target = delivery.deliver(slot, views, scale, dtype_for(slot.names[0]))
             counts[f"{stored.dtype} -> {str(target).removeprefix('torch.')}"] += 1
             sharded += shard is not None
             for copy in slot.copies:
@@ -133,7 +137,7 @@ def load_weights(
         bytes_read=bytes_read,
         tensors=len(match.slots),
         dtypes=MappingProxyType(dict(counts)),
-        ignored=match.ignored,
+        ignored=ignored,
         unused=checkpoint.unused,
         sharded=sharded,
     )
@@ -164,7 +168,11 @@ def _weight_specs(module: nn.Module, match: KeyMatch, dtype_for: DtypeRule) -> l
     specs = []
     for slot in match.slots:
         parameter = parameters.get(slot.names[0])
-        if parameter is not None:
+        if parameter is not None and quantizer_of(parameter) is not None:
+            specs.append(WeightSpec(slot.names, parameter.shape, parameter.dtype))
+            scale = parameters[_scale_name(slot)]
+            specs.append(WeightSpec((_scale_name(slot),), scale.shape, scale.dtype))
+        elif parameter is not None:
             dtype = dtype_for(slot.names[0]) if parameter.is_floating_point() else parameter.dtype
             specs.append(WeightSpec(slot.names, parameter.shape, dtype))
     return specs
@@ -231,6 +239,71 @@ def _placed(
     return view.contiguous().to(device).to(dtype)
 
 
+class _Delivery:
+    """Hands each slot's values to where they will stay: a home, or the device."""
+
+    def __init__(
+        self, module: nn.Module, match: KeyMatch, home: WeightHome | None, device: str
+    ) -> None:
+        self._module = module
+        self._home = home
+        self._device = device
+        places = {slot.names[0]: _tensor(module, slot.names[0]) for slot in match.slots}
+        self.shards = {name: shard_of(place) for name, place in places.items()}
+        self._quantizers = {name: quantizer_of(place) for name, place in places.items()}
+
+    def deliver(
+        self,
+        slot: Slot,
+        views: list[torch.Tensor],
+        scale: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.dtype:
+        """Fill a slot from what was read of it; returns the dtype that it has now.
+
+        Eight bits are quantised, and stored ones widened, on the device that will compute.
+        """
+        shard, quantizer = self.shards[slot.names[0]], self._quantizers[slot.names[0]]
+        stored = views[0].dtype
+        if quantizer is not None:
+            value = _placed(views, shard, self._device, E4M3 if stored == E4M3 else torch.float32)
+            weight, scales = eight_bit(value, scale, quantizer, shard, slot.source)
+            del value
+            self._hand(slot.names, [weight], None, E4M3)
+            self._hand((_scale_name(slot),), [scales], None, torch.float32)
+            return E4M3
+        if scale is not None:
+            value = widened(_placed(views, shard, self._device, E4M3), scale, shard, dtype)
+            self._hand(slot.names, [value], None, dtype)
+            return dtype
+        target = dtype if stored.is_floating_point else stored
+        self._hand(slot.names, views, shard, target)
+        return target
+
+    def _hand(
+        self,
+        names: tuple[str, ...],
+        views: list[torch.Tensor],
+        shard: Shard | None,
+        dtype: torch.dtype,
+    ) -> None:
+        dim = 0 if shard is None else shard.dim
+        if self._home is None or not self._home.take(names, views, dim, dtype):
+            _assign(self._module, names, _placed(views, shard, self._device, dtype))
+
+
+def _scale_name(slot: Slot) -> str:
+    return slot.names[0] + "_scale"
+
+
+def _read_scale(
+    reader: TensorReader, checkpoint: Checkpoint, name: str | None
+) -> torch.Tensor | None:
+    if name is None:
+        return None
+    return reader.read(name, checkpoint.tensors[name]).float().clone()
+
+
 def _tensor(module: nn.Module, name: str) -> torch.Tensor:
     """The parameter or buffer of a name."""
     path, _, leaf = name.rpartition(".")
@@ -284,12 +357,13 @@ def _finish(module: nn.Module, device: str, label: str) -> None:
 
 
 class _Tracker:
-    """Tells a listener how many of the checkpoint's bytes are done; ignored ones count at once."""
+    """Tells a listener how many of the checkpoint's bytes are done; what is ``beside`` the slots
+    (ignored tensors, scales) counts at once."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        match: KeyMatch,
+        beside: Collection[str],
         label: str,
         listener: ProgressListener | None,
     ) -> None:
@@ -297,7 +371,7 @@ class _Tracker:
         self._label = label
         self._listener = listener
         self._total = checkpoint.total_bytes
-        self._done = sum(self._tensors[name].nbytes for name in match.ignored)
+        self._done = sum(self._tensors[name].nbytes for name in beside)
         self._tell()
 
     def advance(self, slot: Slot) -> None:

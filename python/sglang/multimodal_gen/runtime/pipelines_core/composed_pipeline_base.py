@@ -45,6 +45,7 @@ from sglang.multimodal_gen.runtime.loader.model_source import (
     ModelSource,
     resolve_model_source,
 )
+from sglang.multimodal_gen.runtime.loader.quantize import quantization_note
 from sglang.multimodal_gen.runtime.memory.offloaded_component import OffloadedComponent
 from sglang.multimodal_gen.runtime.memory.plan import ResidencyPlan
 from sglang.multimodal_gen.runtime.memory.residency_manager import ResidencyManager
@@ -192,7 +193,8 @@ class ComposedPipelineBase(ABC):
     @property
     def notes(self) -> tuple[str, ...]:
         """One sentence for each choice made while loading."""
-        notes = (self.plan.note, self._graph_note, self._attention_note)
+        quantized = quantization_note(self.modules, self.parallel.device.type)
+        notes = (self.plan.note, quantized, self._graph_note, self._attention_note)
         return tuple(note for note in notes if note is not None)
 
     @abstractmethod

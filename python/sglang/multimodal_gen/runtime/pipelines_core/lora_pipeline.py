@@ -330,7 +330,7 @@ class LoRAPipeline(ComposedPipelineBase):
         module = self._adapted_module(component)
         if self.graphs is not None:
             self.graphs.drop()  # they compute what was in force
-        if may_run_live and module.is_sharded:
+        if may_run_live and module.runs_live_only:
             wanted = replace(wanted, mode="live")
         self._selections[component] = Selection()
         terms = wanted.terms(component)

@@ -27,7 +27,7 @@ class Kernel:
     """One operation: its arithmetic, the bytes it reads and writes, and its kind.
 
     ``kind`` is ``product`` (a matrix product or convolution), ``attention``, or ``elementwise``;
-    ``bits`` are those of its widest input.
+    ``bits`` are those of its widest tensor, of a product those of its narrowest operand.
     """
 
     kind: str
@@ -123,7 +123,9 @@ class _Operations(TorchDispatchMode):
         product = packet in flop_registry
         flops = flop_registry[packet](*args, **kwargs, out_val=out) if product else 0
         moved = sum(_nbytes(tensor) for tensor in (*inputs, *outputs))
-        bits = max((t.element_size() * 8 for t in (*inputs, *outputs)), default=8)
+        # A product runs in the type of its narrowest operand; an addition writes the widest.
+        sizes = [t.element_size() * 8 for t in (inputs if product else (*inputs, *outputs))]
+        bits = (min if product else max)(sizes, default=8)
         self._run.count(Kernel("product" if product else "elementwise", flops, moved, bits))
         for tensor in fresh:
             self._run.made(tensor)

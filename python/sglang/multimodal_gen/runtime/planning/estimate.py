@@ -112,7 +112,7 @@ def estimate(
         OutOfMemory: the weights fit in no way.
     """
     asked = server_args.parallel
-    facts = DeviceFacts(True, 1, gpu.name, gpu.memory_bytes)
+    facts = DeviceFacts(True, 1, gpu.name, gpu.memory_bytes, gpu.capability)
     resolution = resolve(server_args, facts)
     if resolution.args.parallel.layout.world_size > 1:
         problem = "plans are made for one GPU so far; leave it out"

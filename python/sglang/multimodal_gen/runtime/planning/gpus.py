@@ -14,6 +14,8 @@ GIB = 1 << 30
 # docs of this project's benchmarks): 769 of 989 TFLOP/s in products, 555 in attention at FLUX's
 # size; 4.0 of 4.8 TB/s in elementwise kernels. Taken to hold for its kin.
 _PRODUCTS, _ATTENTION, _BANDWIDTH = 0.777, 0.56, 0.83
+_BYTE_PRODUCTS = 0.70
+"""In e4m3: 1,326 to 1,471 of 1,979 TFLOP/s."""
 _LAUNCH = 2e-6
 """Seconds that the smallest kernel takes."""
 _CONTEXT = GIB // 2
@@ -23,7 +25,7 @@ _CONTEXT = GIB // 2
 @dataclass(frozen=True, slots=True)
 class GPU:
     """A GPU by its data sheet: GiB, dense TFLOP/s in 16 bits and (TF32 off) in 32, TB/s of memory,
-    GB/s of copies from pinned host memory."""
+    GB/s of copies from pinned host memory, and TFLOP/s in e4m3, 0 where it has no such products."""
 
     name: str
     gib: float
@@ -31,6 +33,12 @@ class GPU:
     single_tflops: float
     terabytes: float
     link_gigabytes: float
+    byte_tflops: float = 0.0
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability, as far as it decides what can be asked for."""
+        return (8, 9) if self.byte_tflops else (8, 0)
 
     @property
     def memory_bytes(self) -> int:
@@ -47,6 +55,8 @@ class GPU:
         Williams et al. 2009)."""
         share = _ATTENTION if kind == "attention" else _PRODUCTS
         peak = self.half_tflops if bits <= 16 else self.single_tflops
+        if bits == 8 and kind == "product" and self.byte_tflops:
+            peak, share = self.byte_tflops, _BYTE_PRODUCTS
         arithmetic = flops / (peak * share * 1e12)
         traffic = nbytes / (self.terabytes * _BANDWIDTH * 1e12)
         return max(arithmetic, traffic, _LAUNCH)
@@ -57,16 +67,16 @@ class GPU:
 
 
 _TABLE = (
-    GPU("h200", 139.8, 989, 67, 4.8, 55),
-    GPU("h100", 79.1, 989, 67, 3.35, 55),
-    GPU("h20", 95.0, 148, 44, 4.0, 55),
-    GPU("b200", 178.0, 2250, 80, 8.0, 55),
+    GPU("h200", 139.8, 989, 67, 4.8, 55, 1979),
+    GPU("h100", 79.1, 989, 67, 3.35, 55, 1979),
+    GPU("h20", 95.0, 148, 44, 4.0, 55, 296),
+    GPU("b200", 178.0, 2250, 80, 8.0, 55, 4500),
     GPU("a100-80g", 79.1, 312, 19.5, 2.0, 25),
     GPU("a100-40g", 39.4, 312, 19.5, 1.55, 25),
-    GPU("l40s", 44.4, 362, 91, 0.864, 25),
-    GPU("l4", 22.0, 121, 30, 0.3, 25),
-    GPU("rtx-5090", 31.4, 210, 105, 1.79, 50),
-    GPU("rtx-4090", 23.5, 165, 82, 1.01, 25),
+    GPU("l40s", 44.4, 362, 91, 0.864, 25, 733),
+    GPU("l4", 22.0, 121, 30, 0.3, 25, 242),
+    GPU("rtx-5090", 31.4, 210, 105, 1.79, 50, 419),
+    GPU("rtx-4090", 23.5, 165, 82, 1.01, 25, 330),
     GPU("rtx-3090", 23.6, 71, 35, 0.936, 25),
 )
 GPUS: Mapping[str, GPU] = {gpu.name: gpu for gpu in _TABLE}

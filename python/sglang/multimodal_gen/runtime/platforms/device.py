@@ -23,13 +23,15 @@ _RESET_PEAK = "5"  # proc(5): reset the peak resident set size to the current on
 class DeviceFacts:
     """What was found: the first CUDA GPU, or else the CPU.
 
-    ``name`` and ``memory_bytes`` (all of it, not the free part) describe that device.
+    ``name`` and ``memory_bytes`` (all of it, not the free part) describe that device;
+    ``capability`` is the GPU's compute capability, None where it is not known.
     """
 
     cuda_available: bool
     device_count: int
     name: str
     memory_bytes: int
+    capability: tuple[int, int] | None = None
 
 
 def device_facts() -> DeviceFacts:
@@ -43,6 +45,7 @@ def device_facts() -> DeviceFacts:
             device_count=torch.cuda.device_count(),
             name=properties.name,
             memory_bytes=properties.total_memory,
+            capability=(properties.major, properties.minor),
         )
     return DeviceFacts(
         cuda_available=False,

@@ -16,6 +16,9 @@ from sglang.multimodal_gen.runtime.server_args.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.environ import LaunchedRank
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 
+FP8_CAPABILITY = (8, 9)
+"""From here on GPUs multiply in e4m3."""
+
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
@@ -38,7 +41,8 @@ def resolve(
     device = _device(args, facts, notes)
     precision = _precision(args, device, notes)
     parallel = resolve_parallel(args.parallel, device, facts, launched, notes)
-    check_backend(args.model.backend, parallel)
+    check_backend(args.model.backend, parallel, args.model.quantization)
+    _check_quantization(args, device, facts)
     chosen = dataclasses.replace(
         args,
         platform=dataclasses.replace(args.platform, device=device),
@@ -48,8 +52,15 @@ def resolve(
     return Resolution(chosen, tuple(notes))
 
 
-def check_backend(backend: str, parallel: ParallelArgs) -> None:
-    """Refuse several ranks for a pipeline that knows of one: that of the Diffusers library."""
+def check_backend(backend: str, parallel: ParallelArgs, quantization: str | None = None) -> None:
+    """Refuse several ranks, and quantisation, for a pipeline that knows of neither: that of the
+    Diffusers library."""
+    if backend == "diffusers" and quantization is not None:
+        problem = (
+            "a model that runs through Diffusers (backend=diffusers) is not quantised here; that "
+            "needs a native family ('sglang models' lists them). Leave it out"
+        )
+        raise InvalidArgument("quantization", quantization, problem)
     ranks = parallel.layout.world_size
     if backend == "diffusers" and ranks > 1:
         problem = (
@@ -71,6 +82,32 @@ def _device(args: ServerArgs, facts: DeviceFacts, notes: list[str]) -> str:
         return "cuda"
     notes.append("device cpu: no usable CUDA GPU is visible")
     return "cpu"
+
+
+def fp8_problem(capability: tuple[int, int] | None) -> str | None:
+    """What a GPU of this compute capability lacks for products in eight bits; None if nothing."""
+    if capability is None or capability >= FP8_CAPABILITY:
+        return None
+    need = ".".join(map(str, FP8_CAPABILITY))
+    return (
+        "products in e4m3 need tensor cores of compute capability "
+        f"{need} (Ada, Hopper or newer), and this GPU has {capability[0]}.{capability[1]}"
+    )
+
+
+def _check_quantization(args: ServerArgs, device: str, facts: DeviceFacts) -> None:
+    wish, ignored = args.model.quantization, args.model.quantization_ignored_layers
+    if wish is None:
+        if ignored:
+            problem = "nothing is quantised without --quantization; give that, or leave it out"
+            raise InvalidArgument("quantization_ignored_layers", ignored, problem)
+        return
+    if args.memory.use_fsdp_inference:
+        problem = "weights that are spread over ranks (use_fsdp_inference) cannot be quantised"
+        raise InvalidArgument("quantization", wish, f"{problem}; use one of the two")
+    problem = fp8_problem(facts.capability) if device == "cuda" else None
+    if problem is not None:
+        raise InvalidArgument("quantization", wish, f"{problem}. Leave it out")
 
 
 def _precision(args: ServerArgs, device: str, notes: list[str]) -> str:

@@ -19,6 +19,7 @@ from sglang.multimodal_gen.runtime.utils.precision import PRECISIONS
 Device = Literal["auto", "cpu", "cuda"]
 Backend = Literal["auto", "sglang", "diffusers"]
 LoRAMergeMode = Literal["auto", "merge", "dynamic"]
+QuantizationName = Literal["fp8", "fp8-tensor"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -67,6 +68,17 @@ class ModelArgs:
         choices=PRECISIONS,
         help="Precision of component NAME alone; wins over --precision.",
     )
+    quantization: QuantizationName | None = flag(
+        None,
+        help="Hold the denoisers' linears in eight bits (e4m3), quantised as they load, and "
+        "quantise what they read as it comes: 'fp8' with a scale for each row, 'fp8-tensor' with "
+        "one for each tensor. Checkpoints that store fp8 weights with scales need no flag.",
+    )
+    quantization_ignored_layers: tuple[str, ...] = flag(
+        (),
+        help="Linears that stay unquantised, by patterns of their paths ('*.ff.*'), beside those "
+        "that the model's pipeline config names.",
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -77,6 +89,8 @@ class ModelArgs:
         for field in ("component_paths", "component_weights_paths"):
             for name, path in getattr(self, field).items():
                 _refuse_blank(f"{field}.{name}", path)
+        for pattern in self.quantization_ignored_layers:
+            _refuse_blank("quantization_ignored_layers", pattern)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

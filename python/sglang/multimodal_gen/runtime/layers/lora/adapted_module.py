@@ -37,9 +37,10 @@ class AdaptedModule:
         self._changed: dict[str, LoRALinear] = {}
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether weights are spread over ranks: adapters then run live only."""
-        return any(hasattr(linear.weight, "to_local") for linear in self.index.linears.values())
+    def runs_live_only(self) -> bool:
+        """Whether weights are spread over ranks, or some held in eight bits."""
+        linears = [LoRALinear(linear) for linear in self.index.linears.values()]
+        return any(linear.is_sharded or linear.is_quantized for linear in linears)
 
     def clear(self) -> None:
         """Back to the base, bit for bit."""

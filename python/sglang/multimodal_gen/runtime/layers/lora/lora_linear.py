@@ -11,6 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from sglang.multimodal_gen.runtime.layers.linear import ParallelLinear
 from sglang.multimodal_gen.runtime.layers.lora.low_rank import Term, stacked
+from sglang.multimodal_gen.runtime.layers.quantization.fp8 import dequantized
+from sglang.multimodal_gen.runtime.layers.quantization.install import method_of
 from sglang.multimodal_gen.runtime.utils.errors import UserError
 
 
@@ -21,7 +23,8 @@ class LoRALinear:
     that is dealt over ranks adds its slice of the path to its own product, which is then gathered
     or summed with the product.
     *Merged*: the weight holds base plus change, computed in float32 and rounded once; a copy of the
-    base stays in host memory, so that `clear` restores it bit for bit.
+    base stays in host memory, so that `clear` restores it bit for bit. A weight in eight bits is
+    never merged into: its rounding would take most of the change.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -37,8 +40,15 @@ class LoRALinear:
         return hasattr(self.linear.weight, "to_local")
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether the weight is held in eight bits."""
+        return method_of(self.linear) is not None
+
+    @property
     def base_weight(self) -> Tensor:
-        """The weight without any adapter."""
+        """The weight without any adapter; of one in eight bits what it means, in float32."""
+        if self.is_quantized:
+            return dequantized(self.linear.weight, self.linear.weight_scale)  # type: ignore[arg-type]
         return self.linear.weight if self._base is None else self._base
 
     def clear(self) -> None:
@@ -58,7 +68,9 @@ class LoRALinear:
         self.clear()
         weight = self.linear.weight
         down, up = self._factors(terms)
-        self._down, self._up = down.to(weight.dtype), up.to(weight.dtype)
+        if not self.is_quantized:  # else in the inputs' type, when the first comes
+            down, up = down.to(weight.dtype), up.to(weight.dtype)
+        self._down, self._up = down, up
         if isinstance(self.linear, ParallelLinear):
             self.linear.on_product = self._add_to
         else:
@@ -76,6 +88,11 @@ class LoRALinear:
             raise UserError(
                 "adapters cannot be merged into weights that are sharded over ranks "
                 "(use_fsdp_inference); use merge_mode 'dynamic'"
+            )
+        if self.is_quantized:
+            raise UserError(
+                "adapters cannot be merged into weights that are held in eight bits "
+                "(quantization): rounding would take most of their change; use merge_mode 'dynamic'"
             )
         down, up = self._factors(terms)
         change = up @ down

@@ -18,7 +18,14 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 _library = Library(NAMESPACE, "FRAGMENT")
 
 
-def fused_operator(schema: str, plain: F, launch: Callable[..., Any]) -> F:
+def fused_operator(
+    schema: str,
+    plain: F,
+    launch: Callable[..., Any],
+    *,
+    needs_triton: bool = True,
+    opaque: bool = False,
+) -> F:
     """The operator with ``schema``; torch's dispatcher picks ``launch`` for CUDA tensors.
 
     Not ``torch.library.custom_op``: its checks cost tens of microseconds a call, and a step makes
@@ -26,16 +33,21 @@ def fused_operator(schema: str, plain: F, launch: Callable[..., Any]) -> F:
 
     While torch compiles, the twin is traced instead: the compiler fuses it with what stands around.
     Where a gradient is asked for, the twin runs too: the kernels have no backward.
+
+    Args:
+        needs_triton: False where the launch calls torch's own kernels.
+        opaque: it stays an operator while torch compiles: its twin is for reading, not for speed.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
     _library.impl(name, plain, "CompositeExplicitAutograd")
-    if HAS_TRITON:
+    if HAS_TRITON or not needs_triton:
         _library.impl(name, launch, "CUDA")
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and _needs_grad(args)):
+        traced = torch.compiler.is_compiling() and not opaque
+        if traced or (torch.is_grad_enabled() and _needs_grad(args)):
             return plain(*args)
         return operator(*args)
 

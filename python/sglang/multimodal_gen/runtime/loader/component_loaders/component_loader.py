@@ -23,12 +23,16 @@ from sglang.multimodal_gen.runtime.loader.checkpoint import Checkpoint, find_che
 from sglang.multimodal_gen.runtime.loader.component_loaders.library_classes import library_class
 from sglang.multimodal_gen.runtime.loader.json_file import read_json_object
 from sglang.multimodal_gen.runtime.loader.meta_build import build_on_meta, default_dtype
+from sglang.multimodal_gen.runtime.loader.quantize import QuantizationWish, quantize_module
+from sglang.multimodal_gen.runtime.loader.stored_fp8 import refuse_unreadable, sort_stored
 from sglang.multimodal_gen.runtime.loader.weights import LoadReceipt, load_weights
 from sglang.multimodal_gen.runtime.memory.host_home import HostHome
 from sglang.multimodal_gen.runtime.memory.layerwise import check_layer_names
 from sglang.multimodal_gen.runtime.memory.offloaded_component import OffloadedComponent
 from sglang.multimodal_gen.runtime.memory.weight_home import WeightHome
 from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
+from sglang.multimodal_gen.runtime.platforms.device import device_facts
+from sglang.multimodal_gen.runtime.server_args.resolve import fp8_problem
 from sglang.multimodal_gen.runtime.utils.errors import (
     CheckpointError,
     InvalidArgument,
@@ -63,7 +67,8 @@ class ComponentSpec:
     files name. ``weights`` is where its weights are, if not in its folder; ``default_config``
     stands for its ``config.json`` where there is none. ``parallel`` is this rank's place: which
     slices it holds. ``is_denoiser``: it is one, by its name or by that of ``model_index.json``.
-    ``home`` takes its weights where they do not simply go to the device.
+    ``home`` takes its weights where they do not simply go to the device; ``quantization`` is what
+    was asked for a denoiser's.
     """
 
     name: str
@@ -77,6 +82,7 @@ class ComponentSpec:
     default_config: Mapping[str, Any] | None = None
     is_denoiser: bool = False
     home: WeightHome | None = None
+    quantization: QuantizationWish | None = None
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -181,13 +187,10 @@ class NeuralComponentLoader(ComponentLoader):
         """The module without weights, as this rank will hold it, and the dtype they are to have.
 
         Raises:
-            CheckpointError: it is quantised, or its config does not fit its class.
+            CheckpointError: it is quantised in a way that is not read, or its config does not fit
+                its class.
         """
-        if spec.config.get("quantization_config"):
-            raise CheckpointError(
-                f"component {spec.name!r}: {spec.path} is quantised (quantization_config in its "
-                "config.json), which is not supported; use the unquantised checkpoint"
-            )
+        refuse_unreadable(spec.config, spec.name, spec.path)
         cls = self.model_class(spec)
         if not issubclass(cls, nn.Module):
             raise CheckpointError(f"component {spec.name!r}: {cls.__name__} is no torch module")
@@ -195,7 +198,26 @@ class NeuralComponentLoader(ComponentLoader):
         module = self.built_on_meta(cls, spec, dtype)
         check_layer_names(module)
         self.spread(module, spec)
+        self.quantize(module, spec)
         return module, dtype
+
+    def quantize(self, module: nn.Module, spec: ComponentSpec) -> None:
+        """Make places for a denoiser's weights in eight bits; what others store so is widened.
+
+        Raises:
+            InvalidArgument: it cannot be on this device, or beside what else is asked for.
+        """
+        stored = sort_stored(spec.checkpoint, spec.name)
+        if not spec.is_denoiser or not (stored.scales or spec.quantization):
+            return
+        paths = quantize_module(module, spec.quantization, stored)
+        if paths and spec.home is not None and not isinstance(spec.home, HostHome):
+            problem = f"the weights of {spec.name} are held in eight bits, which are not spread"
+            raise InvalidArgument("use_fsdp_inference", True, f"{problem} over ranks; leave it out")
+        if paths and spec.parallel.device.type == "cuda":
+            problem = fp8_problem(device_facts().capability)
+            if problem is not None:
+                raise CheckpointError(f"component {spec.name!r} is stored in fp8: {problem}")
 
     def built_on_meta(self, cls: type, spec: ComponentSpec, dtype: torch.dtype) -> nn.Module:
         """The module without weights.
@@ -298,6 +320,16 @@ class PlainStateDictComponentLoader(NeuralComponentLoader):
     def ways(self, cls: type, spec: ComponentSpec) -> int:
         """One: nothing is dealt."""
         return 1
+
+    def quantize(self, module: nn.Module, spec: ComponentSpec) -> None:
+        """Nothing is quantised; what is stored so is widened.
+
+        Raises:
+            InvalidArgument: it was asked for.
+        """
+        if spec.quantization is not None:
+            problem = f"{type(self).__name__} quantises nothing, and loads {spec.name!r} here"
+            raise InvalidArgument("quantization", spec.quantization.name, problem)
 
     def spread(self, module: nn.Module, spec: ComponentSpec) -> None:
         """Nothing is dealt over ranks, whatever table the class has.

@@ -26,15 +26,13 @@ from sglang.multimodal_gen.runtime.layers.modulation import (
     AdaLayerNormContinuous,
     AdaLayerNormZero,
 )
-from sglang.multimodal_gen.runtime.layers.ops.norm_modulate import (
-    add_gated,
-    add_gated_norm_modulate,
-    norm_modulate,
-)
+from sglang.multimodal_gen.runtime.layers.ops.norm_modulate import add_gated
 from sglang.multimodal_gen.runtime.layers.products import (
+    add_gated_norm_modulate,
     concat_linear,
     gelu_linear,
     joint_parallel_linears,
+    norm_modulate,
     parallel_linears,
 )
 from sglang.multimodal_gen.runtime.layers.qk_norm import HeadStream
@@ -193,15 +191,22 @@ class FluxTransformerBlock(nn.Module):
 
         # Joint attention.
         image_out, text_out = self.attn.joint(
-            norm_modulate(image_BND, attn_mod.shift, attn_mod.scale),
-            norm_modulate(text_BTD, text_attn_mod.shift, text_attn_mod.scale),
+            norm_modulate(image_BND, attn_mod.shift, attn_mod.scale, into=self.attn.to_q),
+            norm_modulate(
+                text_BTD, text_attn_mod.shift, text_attn_mod.scale, into=self.attn.add_q_proj
+            ),
             rotary,
         )
         image_BND, image_normed = add_gated_norm_modulate(
-            image_BND, attn_mod.gate, image_out, ff_mod.shift, ff_mod.scale
+            image_BND, attn_mod.gate, image_out, ff_mod.shift, ff_mod.scale, into=self.ff.up
         )
         text_BTD, text_normed = add_gated_norm_modulate(
-            text_BTD, text_attn_mod.gate, text_out, text_ff_mod.shift, text_ff_mod.scale
+            text_BTD,
+            text_attn_mod.gate,
+            text_out,
+            text_ff_mod.shift,
+            text_ff_mod.scale,
+            into=self.ff_context.up,
         )
 
         # Feed-forward.
@@ -223,9 +228,9 @@ class FluxSingleTransformerBlock(nn.Module):
     def forward(self, x_BSD: Tensor, silu_temb_BD: Tensor, rotary: Rotary) -> Tensor:
         """One block on the joint sequence."""
         (mod,) = self.norm(silu_temb_BD)
-        normed = norm_modulate(x_BSD, mod.shift, mod.scale)
+        normed = norm_modulate(x_BSD, mod.shift, mod.scale, into=self.proj_mlp)
         attended = self.attn.begin(normed, rotary)
-        mlp = gelu_linear(normed, self.proj_mlp)
+        mlp = gelu_linear(normed, self.proj_mlp, into=self.proj_out)
         out_BSD = concat_linear((attended().flatten(2), mlp), self.proj_out)
         return _within_fp16(add_gated(x_BSD, mod.gate, out_BSD))
 

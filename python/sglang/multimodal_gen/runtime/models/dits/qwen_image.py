@@ -25,12 +25,12 @@ from sglang.multimodal_gen.runtime.layers.embeddings import (
 )
 from sglang.multimodal_gen.runtime.layers.feed_forward import FeedForward
 from sglang.multimodal_gen.runtime.layers.modulation import AdaLayerNormContinuous, AdaLN
-from sglang.multimodal_gen.runtime.layers.ops.norm_modulate import (
-    add_gated,
+from sglang.multimodal_gen.runtime.layers.ops.norm_modulate import add_gated
+from sglang.multimodal_gen.runtime.layers.products import (
     add_gated_norm_modulate,
+    joint_parallel_linears,
     norm_modulate,
 )
-from sglang.multimodal_gen.runtime.layers.products import joint_parallel_linears
 from sglang.multimodal_gen.runtime.layers.qk_norm import HeadStream
 from sglang.multimodal_gen.runtime.layers.rotary_embedding import Rotary, axial_rotary
 from sglang.multimodal_gen.runtime.layers.sequence_plan import (
@@ -77,8 +77,10 @@ class TokenModulation(NamedTuple):
     parts: tuple[AdaLN, ...]
     lengths: tuple[int, ...]
 
-    def norm(self, x_BSD: Tensor) -> Tensor:
-        """The norm, modulated."""
+    def norm(self, x_BSD: Tensor, into: nn.Module) -> Tensor:
+        """The norm, modulated, for a linear that reads it."""
+        if len(self.parts) == 1:
+            return norm_modulate(x_BSD, self.parts[0].shift, self.parts[0].scale, into)
         return self._each(lambda part, x: norm_modulate(x, part.shift, part.scale), x_BSD)
 
     def add(self, x_BSD: Tensor, update_BSD: Tensor) -> Tensor:
@@ -86,14 +88,16 @@ class TokenModulation(NamedTuple):
         return self._each(lambda part, x, u: add_gated(x, part.gate, u), x_BSD, update_BSD)
 
     def add_then_norm(
-        self, x_BSD: Tensor, update_BSD: Tensor, following: TokenModulation
+        self, x_BSD: Tensor, update_BSD: Tensor, following: TokenModulation, into: nn.Module
     ) -> tuple[Tensor, Tensor]:
         """`add`, and the result as the ``following`` modulation norms it."""
         if len(self.parts) == 1:
             (own,), (then,) = self.parts, following.parts
-            return add_gated_norm_modulate(x_BSD, own.gate, update_BSD, then.shift, then.scale)
+            return add_gated_norm_modulate(
+                x_BSD, own.gate, update_BSD, then.shift, then.scale, into
+            )
         x_BSD = self.add(x_BSD, update_BSD)
-        return x_BSD, following.norm(x_BSD)
+        return x_BSD, following.norm(x_BSD, into)
 
     def _each(self, work: Callable[..., Tensor], *streams: Tensor) -> Tensor:
         if len(self.parts) == 1:
@@ -207,10 +211,17 @@ class QwenImageTransformerBlock(nn.Module):
 
         # Joint attention.
         image_out, text_out = self.attn(
-            image_attn.norm(image_BND), text_attn.norm(text_BTD), rotary, mask
+            image_attn.norm(image_BND, into=self.attn.to_q),
+            text_attn.norm(text_BTD, into=self.attn.add_q_proj),
+            rotary,
+            mask,
         )
-        image_BND, image_normed = image_attn.add_then_norm(image_BND, image_out, image_mlp)
-        text_BTD, text_normed = text_attn.add_then_norm(text_BTD, text_out, text_mlp)
+        image_BND, image_normed = image_attn.add_then_norm(
+            image_BND, image_out, image_mlp, into=self.img_mlp.up
+        )
+        text_BTD, text_normed = text_attn.add_then_norm(
+            text_BTD, text_out, text_mlp, into=self.txt_mlp.up
+        )
 
         # Feed-forward.
         image_BND = image_mlp.add(image_BND, self.img_mlp(image_normed))

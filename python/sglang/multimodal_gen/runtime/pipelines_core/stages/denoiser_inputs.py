@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sglang.multimodal_gen.runtime.layers.quantization.fp8 import is_scale
+
 if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 
 _COMPUTES_IN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Weights of other dtypes (quantised ones) say nothing about a module's inputs."""
+"""Weights of other dtypes (quantised ones) and their scales say nothing about a module's inputs."""
 
 
 def computing_dtype(module: nn.Module) -> torch.dtype | None:
@@ -25,7 +27,9 @@ def computing_dtype(module: nn.Module) -> torch.dtype | None:
     None for a module that has none. Parameters are counted, not their values: those whose weights
     are elsewhere at the moment have a dtype too.
     """
-    found = Counter(p.dtype for p in module.parameters() if p.dtype in _COMPUTES_IN)
+    found = Counter(
+        p.dtype for p in module.parameters() if p.dtype in _COMPUTES_IN and not is_scale(p)
+    )
     return found.most_common(1)[0][0] if found else None
 
 

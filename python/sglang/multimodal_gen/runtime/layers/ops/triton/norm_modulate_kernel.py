@@ -7,12 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sglang.multimodal_gen.runtime.layers.ops.triton.quantize_rows_kernel import (
+    E4M3_MAX,
+    store_row,
+)
+
 
 @triton.jit
 def _kernel(
-    x_ptr, update_ptr, gate_ptr, shift_ptr, scale_ptr, sum_ptr, out_ptr,
+    x_ptr, update_ptr, gate_ptr, shift_ptr, scale_ptr, sum_ptr, out_ptr, values_ptr, row_scale_ptr,
     rows, dim, x_batch, x_row, update_batch, update_row, gate_batch, shift_batch, scale_batch, eps,
-    GATED: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     batch, row = program // rows, program % rows
@@ -34,7 +40,12 @@ def _kernel(
         scale = tl.load(scale_ptr + batch * scale_batch + column, mask=inside, other=0.0)
         shift = tl.load(shift_ptr + batch * shift_batch + column, mask=inside, other=0.0)
         out = centred * rstd * (1.0 + scale.to(tl.float32)) + shift.to(tl.float32)
-        tl.store(out_ptr + program * dim + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+        out = out.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + program * dim + column, out, mask=inside)
+        if ROWS:
+            # What a quantiser of its own would see: rounded to the result's type before.
+            row_out = tl.where(inside, out.to(tl.float32), 0.0)
+            store_row(row_out, inside, column, program, dim, values_ptr, row_scale_ptr, LARGEST)
 
 
 def launch(
@@ -49,6 +60,35 @@ def launch(
 
     Rows of ``x`` and ``update`` [B, S, D] may be strided; the last dimension is contiguous.
     """
+    return _launched(x, gate, update, shift, scale, eps, None)
+
+
+def launch_rows(
+    x: Tensor,
+    gate: Tensor | None,
+    update: Tensor | None,
+    shift: Tensor,
+    scale: Tensor,
+    eps: float,
+    values_dtype: torch.dtype = torch.float8_e4m3fn,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same, and the normed rows quantised: values [B * S, D], scales [B * S, 1]."""
+    count = x.shape[0] * x.shape[1]
+    values = torch.empty(count, x.shape[-1], dtype=values_dtype, device=x.device)
+    row_scale = torch.empty(count, 1, dtype=torch.float32, device=x.device)
+    total, normed = _launched(x, gate, update, shift, scale, eps, (values, row_scale))
+    return total, normed, values, row_scale
+
+
+def _launched(
+    x: Tensor,
+    gate: Tensor | None,
+    update: Tensor | None,
+    shift: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    quantized: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
     batch, rows, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     gated, norm = update is not None, shift is not None
@@ -58,11 +98,13 @@ def launch(
     shift, scale = (x if shift is None else shift), (x if scale is None else scale)
     total = torch.empty_like(x, memory_format=torch.contiguous_format) if gated else x
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if norm else total
+    values, row_scale = (x, x) if quantized is None else quantized
     block = triton.next_power_of_2(dim)
     _kernel[(batch * rows,)](
-        x, update, gate, shift, scale, total, out,
+        x, update, gate, shift, scale, total, out, values, row_scale,
         rows, dim, x.stride(0), x.stride(1), update.stride(0), update.stride(1),
         gate.stride(0), shift.stride(0), scale.stride(0), eps,
-        GATED=gated, NORM=norm, BLOCK=block, num_warps=min(16, max(1, block // 512)),  # pyright: ignore[reportCallIssue]
+        GATED=gated, NORM=norm, ROWS=quantized is not None, LARGEST=E4M3_MAX,
+        BLOCK=block, num_warps=min(16, max(1, block // 512)),  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     return total, out

@@ -1,0 +1,104 @@
+"""The kernels that quantise, and the few-row product, against their plain twins.
+
+On a CPU in Triton's interpreter, which rounds to e4m3 otherwise than torch: there what is about to
+be rounded is compared, as float32.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from sglang.multimodal_gen.runtime.layers.ops import fp8_rows
+from sglang.multimodal_gen.runtime.layers.ops import norm_modulate as norm
+from sglang.multimodal_gen.runtime.layers.ops.triton import (
+    few_rows_kernel,
+    norm_modulate_kernel,
+    quantize_rows_kernel,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def relative_l2(measured, expected):
+    return ((measured.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+def test_rows_are_scaled_to_the_largest_value(gelu):
+    x = random(2, 5, 96, dtype=torch.bfloat16)[..., :80]  # rows with a gap between them
+    values, scale = quantize_rows_kernel.launch(None, x, gelu, torch.float32)
+    exact = torch.nn.functional.gelu(x.double(), approximate="tanh") if gelu else x.double()
+    exact = exact.reshape(10, 80)
+    assert values.shape == (10, 80)
+    assert scale.shape == (10, 1)
+    assert relative_l2(values.double() * scale.double(), exact) < 1e-6
+    torch.testing.assert_close(values.abs().amax(-1), torch.full((10,), 448.0, device=DEVICE))
+    plain, plain_scale = fp8_rows.quantize_rows_plain(x, gelu)
+    torch.testing.assert_close(scale, plain_scale, rtol=1e-5, atol=0)
+    assert relative_l2(plain.double() * plain_scale, exact) < 0.03
+    assert relative_l2(plain.double(), exact) > 0.5  # the scale matters
+
+
+def test_two_inputs_share_a_rows_scale():
+    left, right = random(1, 6, 32), 3 * random(1, 6, 80, seed=1)
+    values, scale = quantize_rows_kernel.launch(left, right, True, torch.float32)
+    gelu = torch.nn.functional.gelu(right.double(), approximate="tanh")
+    exact = torch.cat((left.double(), gelu), -1)[0]
+    assert relative_l2(values.double() * scale, exact) < 1e-6
+    plain, plain_scale = fp8_rows.join_rows_plain(left, right, True)
+    torch.testing.assert_close(scale, plain_scale, rtol=1e-5, atol=0)
+    assert relative_l2(plain.double() * plain_scale, exact) < 0.03
+
+
+def test_rows_of_zeros_and_of_what_is_no_number():
+    x = torch.zeros(3, 48, device=DEVICE)
+    x[1, 5], x[2, 7] = float("nan"), 1e-20
+    values, scale = quantize_rows_kernel.launch(None, x, False, torch.float32)
+    assert not values[0].any()
+    assert torch.isfinite(scale[0]).all()
+    assert values[1].isnan().any()
+    plain, _ = fp8_rows.quantize_rows_plain(x, False)
+    assert plain[1].float().isnan().any()
+    assert not plain[0].float().any()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_norm_hands_on_quantised_rows(gated):
+    x, update = random(2, 3, 80, seed=2) + 1, random(2, 3, 80, seed=3)
+    shift, scale, gate = random(2, 1, 240, seed=1).chunk(3, dim=-1)
+    gates = (gate, update) if gated else (None, None)
+    total, normed, values, row_scale = norm_modulate_kernel.launch_rows(
+        x, *gates, shift, scale, norm.EPS, torch.float32
+    )
+    alone = norm_modulate_kernel.launch(x, *gates, shift, scale, norm.EPS)
+    assert torch.equal(total, alone[0])
+    assert torch.equal(normed, alone[1])
+    assert relative_l2(values.double() * row_scale, normed.flatten(0, 1)) < 1e-6
+    twin = (
+        norm.add_gated_norm_modulate_rows_plain(x, gate, update, shift, scale)[1:]
+        if gated
+        else norm.norm_modulate_rows_plain(x, shift, scale)
+    )
+    torch.testing.assert_close(row_scale, twin[2], rtol=1e-5, atol=0)
+    torch.testing.assert_close(normed, twin[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows(bias):
+    x, weight = random(3, 320, dtype=torch.bfloat16), random(40, 320, seed=1)
+    scale = random(40, seed=2).abs() + 0.1
+    added = random(40, seed=3) if bias else None
+    found = few_rows_kernel.launch(x, weight, scale, added)
+    exact = x.double() @ weight.double().t() * scale + (0 if added is None else added)
+    assert relative_l2(found, exact) < 6e-3
+    assert relative_l2(fp8_rows.fp8_few_rows_plain(x, weight, scale, added), exact) < 6e-3
+    one = few_rows_kernel.launch(x, weight, scale[:1], added)
+    assert relative_l2(one, exact) > 0.05

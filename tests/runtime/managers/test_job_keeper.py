@@ -14,8 +14,9 @@ from sglang.multimodal_gen.configs.task_type import DataType
 from sglang.multimodal_gen.runtime.entrypoints.http.opening import service_of
 from sglang.multimodal_gen.runtime.managers import job_keeper
 from sglang.multimodal_gen.runtime.managers.job_keeper import JobKeeper
-from sglang.multimodal_gen.runtime.managers.jobs import JobRecord
+from sglang.multimodal_gen.runtime.managers.jobs import IdempotencyKey, JobRecord
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
+from sglang.multimodal_gen.runtime.managers.observer import Observer
 from sglang.multimodal_gen.runtime.managers.service import GenerationService
 from sglang.multimodal_gen.runtime.managers.storage.opening import Storage, open_storage
 from sglang.multimodal_gen.runtime.managers.work_order import WorkOrder
@@ -274,3 +275,30 @@ def test_a_record_whose_add_was_half_heard_does_not_stop_the_flush(one, monkeypa
     one.service.jobs.flush()
     assert one.storage.records.get("twice").status == "completed"
     one.keeper.tick()
+
+
+def test_a_job_whose_outputs_were_all_kept_is_counted_when_it_ends(one):
+    """It was interrupted between its last output and its end."""
+    heard = []
+
+    class Counting(Observer):
+        def job(self, record, parts, result):
+            result.add_done_callback(lambda result: heard.append(result.result().id))
+
+    one.service.observe(Counting())
+    file = one.service.files.put(b"x", "image/png", ".png", time.time() + 100)
+    one.add("made", results=({"seed": 3, "file_id": file.id},))
+    one.keeper.tick()
+    one.work()
+    assert (one.record("made").status, heard) == ("completed", ["made"])
+    assert one.service.scheduler.runner.batches == []
+
+
+def test_a_key_whose_job_comes_and_goes_is_tried_again_by_its_client(one, monkeypatch):
+    """Refused for want of room each time, just between two looks."""
+    store = one.storage.records
+    monkeypatch.setattr(store, "find", lambda key, now: None)
+    monkeypatch.setattr(store, "_add_with_key", lambda record, key: False)
+    record = JobRecord(id="x", kind="k", model="m", created_at=time.time())
+    with pytest.raises(StoreUnavailable):
+        store.add(record, IdempotencyKey("k", "f"))

@@ -30,7 +30,7 @@ from sglang.multimodal_gen.runtime.managers.storage.database import (
     jobs,
     webhooks,
 )
-from sglang.multimodal_gen.runtime.utils.errors import KeyReused
+from sglang.multimodal_gen.runtime.utils.errors import KeyReused, StoreUnavailable
 
 _SWEPT_AT_ONCE = 1000
 _UNFINISHED = ("queued", "in_progress")
@@ -62,7 +62,8 @@ class SqlJobStore:
             if self._add_with_key(record, key):
                 return record
         before = self.find(key, record.created_at)
-        assert before is not None, "the key is taken, and nobody has it"
+        if before is None:  # its jobs come and go: each was refused for want of room
+            raise StoreUnavailable("the job of this key went while it was looked for")
         return before
 
     def find(self, key: IdempotencyKey, now: float) -> JobRecord | None:

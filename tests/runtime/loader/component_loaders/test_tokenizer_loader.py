@@ -8,13 +8,21 @@ import pytest
 from transformers import CLIPTokenizer, T5Tokenizer
 
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import ComponentSpec
-from sglang.multimodal_gen.runtime.loader.component_loaders.tokenizer_loader import TokenizerLoader
+from sglang.multimodal_gen.runtime.loader.component_loaders.tokenizer_loader import (
+    ProcessorTokenizerLoader,
+    TokenizerLoader,
+)
 from sglang.multimodal_gen.runtime.utils.errors import CheckpointError
 
 from parity.tiny_tokenizers import write_clip_tokenizer, write_t5_tokenizer
 
 
-def _load(folder: Path, architecture: str | None, library: str | None = "transformers") -> Any:
+def _load(
+    folder: Path,
+    architecture: str | None,
+    library: str | None = "transformers",
+    loader: type[TokenizerLoader] = TokenizerLoader,
+) -> Any:
     spec = ComponentSpec(
         name="tokenizer",
         path=folder,
@@ -23,7 +31,7 @@ def _load(folder: Path, architecture: str | None, library: str | None = "transfo
         precision="fp32",
         device="cpu",
     )
-    return TokenizerLoader().load(spec).module
+    return loader().load(spec).module
 
 
 @pytest.fixture
@@ -53,6 +61,13 @@ def test_a_t5_tokenizer_is_loaded(t5: Path, name: str | None) -> None:
     ids = tokenizer("red circle")["input_ids"]
     assert len(ids) == 3
     assert ids == T5Tokenizer.from_pretrained(t5)("red circle")["input_ids"]
+
+
+def test_a_processors_tokenizer_is_the_one_that_its_files_name(t5: Path) -> None:
+    name = "Qwen3VLProcessor"
+    assert isinstance(_load(t5, name, loader=ProcessorTokenizerLoader), T5Tokenizer)
+    with pytest.raises(CheckpointError, match="is no tokenizer"):
+        _load(t5, name)
 
 
 def test_no_socket_is_opened(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:

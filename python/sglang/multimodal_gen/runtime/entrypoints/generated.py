@@ -11,7 +11,7 @@ from PIL import Image
 
 @dataclass(frozen=True, eq=False)
 class GeneratedImage:
-    """One picture: uint8 [H, W, 3], and what made it."""
+    """One picture: uint8 [H, W, 3], or [H, W, 4] with transparency; and what made it."""
 
     array: np.ndarray = field(repr=False)
     prompt: str

@@ -16,7 +16,7 @@ _OF_EACH_IMAGE = ("prompt", "seed")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinishedImage:
-    """One picture: uint8 [H, W, 3], and what made it."""
+    """One picture: uint8 [H, W, 3], or [H, W, 4] with transparency; and what made it."""
 
     array: np.ndarray = field(repr=False)
     prompt: str
@@ -46,7 +46,7 @@ def finished_of(output: OutputBatch) -> list[Finished]:
 
 
 def pixels_of(output: Tensor) -> list[np.ndarray]:
-    """uint8 [H, W, 3] of each image of float [B, 3, H, W] in 0..1.
+    """uint8 [H, W, C] of each image of float [B, C, H, W] in 0..1.
 
     Clips are uint8 [B, F, H, W, 3] already.
     """

@@ -33,7 +33,7 @@ ProgressListener = Callable[[ProgressEvent], None]
 class Preview:
     """What an image of a batch looks like after ``step`` of ``total`` steps.
 
-    ``image`` counts from 0 within the batch; ``pixels`` is uint8 [H, W, 3].
+    ``image`` counts from 0 within the batch; ``pixels`` is uint8 [H, W, C].
     """
 
     image: int

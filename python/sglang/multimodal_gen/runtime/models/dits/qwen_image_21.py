@@ -333,8 +333,7 @@ class QwenImage21Transformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         each = [self._prefix_of(text, references_1RC, slots, grids) for text in texts]
         lengths = [blocks[0][0].shape[1] for blocks in each]
         blocks = tuple(
-            # Zeros behind those that are shorter; memory of their own.
-            tuple(pad_sequence([row[0] for row in kind], True) for kind in zip(*same, strict=True))
+            (_padded([keys for keys, _ in same]), _padded([values for _, values in same]))
             for same in zip(*each, strict=True)
         )
         if len(set(lengths)) == 1:
@@ -403,6 +402,11 @@ class QwenImage21Transformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
 
     def _angles(self, positions: Tensor) -> Rotary:
         return axial_rotary(positions, self.axes_dims_rope, ROPE_THETA)
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    """Rows [1, P, H, d] as one batch, zeros behind those that are shorter; memory of its own."""
+    return pad_sequence([row[0] for row in rows], batch_first=True)
 
 
 def _stretches(

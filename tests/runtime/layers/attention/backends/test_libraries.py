@@ -179,7 +179,7 @@ def test_one_kernel_of_torchs_alone():
     assert off(flash.attend(q, k, v, mask=mask, causal=False), masked) < 1e-6
     lse = attend_with_lse(q, k, v, mask=None, causal=False)[1]
     assert torch.equal(flash.attend_with_lse(q, k, v, mask=None, causal=False)[1], lse)
-    with pytest.raises(RuntimeError, match="No (available|viable)"):
+    with pytest.raises(RuntimeError, match=r"No (available|viable)"):
         TorchSDPA("efficient", SDPBackend.EFFICIENT_ATTENTION).attend(
             q, k, v, mask=None, causal=False
         )

@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from sglang.multimodal_gen.runtime.cache.choice import HEADROOM, ON, wants_graphs
+from sglang.multimodal_gen.runtime.layers.attention.backends.flex import FlexAttention
 from sglang.multimodal_gen.runtime.memory.plan import Placement, Residency, ResidencyPlan
 from sglang.multimodal_gen.runtime.platforms.memory import MemoryFacts
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
@@ -37,6 +38,7 @@ def test_left_open_it_is_on_where_it_can_be():
         ({"plan": STREAMED}, "layerwise-offload"),
         ({"plan": SHARDED}, "spread over ranks"),
         ({"check_stages": True}, "check_stages"),
+        ({"attention": FlexAttention()}, "attention_backend=flex goes by the values of masks"),
         ({"memory": MemoryFacts(0, HEADROOM - 1, 0)}, "8 GiB"),
     ],
 )

@@ -3,9 +3,13 @@ import torch
 from diffusers import FluxTransformer2DModel as Reference
 
 from sglang.multimodal_gen.runtime.distributed.group import Group
+from sglang.multimodal_gen.runtime.layers.rotary_embedding import Rotary
 from sglang.multimodal_gen.runtime.layers.shard import shard_of
 from sglang.multimodal_gen.runtime.layers.tensor_parallel import PlannedModel, plan_of
-from sglang.multimodal_gen.runtime.models.dits.flux import FluxTransformer2DModel
+from sglang.multimodal_gen.runtime.models.dits.flux import (
+    FluxSingleTransformerBlock,
+    FluxTransformer2DModel,
+)
 
 CONFIG = {
     "in_channels": 64,
@@ -108,3 +112,25 @@ def test_a_rank_of_the_published_size_holds_its_part(size):
     assert kept < 0.0055 * whole
     assert held - kept == (whole - kept) / size
     assert held < whole / size + 0.006 * whole
+
+
+def test_a_single_streams_message_travels_while_its_feed_forward_is_computed(monkeypatch):
+    """Attention is begun before the feed-forward's first product, and waited for after it."""
+    block = FluxSingleTransformerBlock(32, 8)
+    order, begin = [], block.attn.attend.begin
+
+    def noting(*args):
+        order.append("begun")
+        finish = begin(*args)
+
+        def finished():
+            order.append("finished")
+            return finish()
+
+        return finished
+
+    monkeypatch.setattr(block.attn.attend, "begin", noting)
+    block.proj_mlp.register_forward_hook(lambda *_: order.append("feed-forward"))
+    angles = torch.zeros(5, 4)
+    block(torch.randn(1, 5, 32), torch.randn(1, 32), Rotary(angles.cos(), angles.sin()))
+    assert order == ["begun", "feed-forward", "finished"]

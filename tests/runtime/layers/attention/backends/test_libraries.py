@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.layers.attention.backends import sdpa
@@ -16,7 +17,7 @@ from sglang.multimodal_gen.runtime.layers.attention.backends.libraries import (
     flash_fp8_backend,
     sage_backend,
 )
-from sglang.multimodal_gen.runtime.layers.attention.backends.sdpa import SDPA
+from sglang.multimodal_gen.runtime.layers.attention.backends.sdpa import SDPA, TorchSDPA
 from sglang.multimodal_gen.runtime.layers.attention.backends.with_lse import attend_with_lse
 from sglang.multimodal_gen.runtime.layers.attention.ring import Piece, ring_attention
 from sglang.multimodal_gen.runtime.layers.attention.usp import USPAttention
@@ -165,6 +166,23 @@ def test_parts_of_a_ring(make):
     out = ring_attention(q, k, v, [Piece((Run(0, 12),), None)], Group("ring"), backend=backend)
     assert off(out, expected[0]) < LIMITS.get(make, 1e-6)
     assert len(calls) == 2
+
+
+def test_one_kernel_of_torchs_alone():
+    """The CPU has flash and the formula, and no cuDNN: naming that one is no wish for another."""
+    q, k, v = inputs()
+    expected = sdpa.attend(q, k, v, mask=None, causal=False)
+    flash = TorchSDPA("torch_flash_sdpa", SDPBackend.FLASH_ATTENTION)
+    assert torch.equal(flash.attend(q, k, v, mask=None, causal=False), expected)
+    mask = torch.rand(2, 1, 1, 12) > 0.4
+    masked = sdpa.attend(q, k, v, mask=mask, causal=False)
+    assert off(flash.attend(q, k, v, mask=mask, causal=False), masked) < 1e-6
+    lse = attend_with_lse(q, k, v, mask=None, causal=False)[1]
+    assert torch.equal(flash.attend_with_lse(q, k, v, mask=None, causal=False)[1], lse)
+    with pytest.raises(RuntimeError, match=r"No (available|viable)"):
+        TorchSDPA("efficient", SDPBackend.EFFICIENT_ATTENTION).attend(
+            q, k, v, mask=None, causal=False
+        )
 
 
 def test_short_and_long():

@@ -31,7 +31,7 @@ def attend(
 class TorchSDPA:
     """torch's attention as a backend: of its own choice, or one of its kernels alone.
 
-    With a kernel named, what this cannot do (flash: masks) ends as torch's error, not in another.
+    Masks, of which torch's flash kernel has no notion, are left to torch's choice then.
     """
 
     name: str = "torch_sdpa"
@@ -44,18 +44,21 @@ class TorchSDPA:
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool
     ) -> Tensor:
         """As `AttentionBackend.attend`."""
-        with self._chosen():
+        with self._chosen(mask):
             return attend(q, k, v, mask=mask, causal=causal)
 
     def attend_with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool
     ) -> tuple[Tensor, Tensor]:
         """As `AttentionBackend.attend_with_lse`."""
-        with self._chosen():
+        with self._chosen(mask):
             return attend_with_lse(q, k, v, mask=mask, causal=causal)
 
-    def _chosen(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext() if self.kernel is None else sdpa_kernel(self.kernel)
+    def _chosen(self, mask: Tensor | None) -> contextlib.AbstractContextManager[object]:
+        maskless = self.kernel == SDPBackend.FLASH_ATTENTION and mask is not None
+        if self.kernel is None or maskless:
+            return contextlib.nullcontext()
+        return sdpa_kernel(self.kernel)
 
 
 SDPA = TorchSDPA()

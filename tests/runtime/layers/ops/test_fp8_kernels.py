@@ -102,3 +102,26 @@ def test_few_rows(bias):
     assert relative_l2(fp8_rows.fp8_few_rows_plain(x, weight, scale, added), exact) < 6e-3
     one = few_rows_kernel.launch(x, weight, scale[:1], added)
     assert relative_l2(one, exact) > 0.05
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("bias", [False, True])
+def test_torchs_product_reads_scales_as_the_twin_does(by_row, bias):
+    """Into a part of a longer buffer, as streams lie end to end."""
+    x, weight = random(40, 64), random(48, 64, seed=1)
+    added = random(48, seed=2) if bias else None
+    rows, row_scale = fp8_rows.quantize_rows_plain(x, False)
+    scale = fp8_rows.scale_of(weight.abs().amax(-1))
+    if not by_row:
+        row_scale, scale = row_scale.amax().reshape(1, 1), scale.amax().reshape(1)
+        rows = fp8_rows.to_e4m3(x, row_scale)
+    values = fp8_rows.to_e4m3(weight, scale[:, None])
+    joint = torch.zeros(50, 48, dtype=torch.bfloat16, device=DEVICE)
+    fp8_rows._product_launch(rows, row_scale, values, scale, added, joint[10:])
+    plain = torch.empty(40, 48, device=DEVICE)
+    fp8_rows.fp8_product_plain(rows, row_scale, values, scale, added, plain)
+    assert relative_l2(joint[10:], plain) < 4e-3
+    assert not joint[:10].any()
+    wide = torch.empty(40, 48, device=DEVICE)
+    fp8_rows._product_launch(rows, row_scale, values, scale, added, wide)  # through bfloat16
+    assert torch.equal(wide, joint[10:].float())

@@ -134,7 +134,8 @@ class PipelineConfig(Sealable):
             for precision in value if isinstance(value, tuple) else (value,):
                 if precision not in PRECISIONS:
                     raise InvalidArgument(field_name, value, f"use {', '.join(PRECISIONS)}")
-        if name == "quantization_ignored_layers" and not all(isinstance(v, str) for v in value):
+        texts = isinstance(value, tuple) and all(isinstance(text, str) for text in value)
+        if name == "quantization_ignored_layers" and not texts:
             raise InvalidArgument(field_name, value, "must be a list of texts")
         if name in ("max_pixels", "max_video_pixels") and not (
             isinstance(value, int) and value >= 1

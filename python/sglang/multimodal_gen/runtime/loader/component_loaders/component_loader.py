@@ -322,11 +322,17 @@ class PlainStateDictComponentLoader(NeuralComponentLoader):
         return 1
 
     def quantize(self, module: nn.Module, spec: ComponentSpec) -> None:
-        """Nothing is quantised; what is stored so is widened.
+        """Nothing is quantised, and nothing that is stored so is read.
 
         Raises:
+            CheckpointError: its checkpoint is quantised.
             InvalidArgument: it was asked for.
         """
+        if spec.config.get("quantization_config") or sort_stored(spec.checkpoint, spec.name).scales:
+            raise CheckpointError(
+                f"component {spec.name!r}: {spec.path} is quantised, which {type(self).__name__} "
+                "does not read; use the unquantised checkpoint"
+            )
         if spec.quantization is not None:
             problem = f"{type(self).__name__} quantises nothing, and loads {spec.name!r} here"
             raise InvalidArgument("quantization", spec.quantization.name, problem)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 from PIL import Image
 
+from sglang.multimodal_gen.configs.step_cache_choice import OFF
 from sglang.multimodal_gen.configs.task_type import ModelTaskType
 from sglang.multimodal_gen.runtime.cache.choice import wants_graphs
 from sglang.multimodal_gen.runtime.cache.cuda_graphs import CudaGraphs
@@ -33,6 +34,7 @@ from sglang.multimodal_gen.runtime.loader.components import (
 from sglang.multimodal_gen.runtime.loader.denoiser_split import (
     check_denoisers,
     denoiser_heads,
+    denoiser_step_cache_problem,
     split_denoisers,
 )
 from sglang.multimodal_gen.runtime.loader.model_source import (
@@ -63,13 +65,18 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages import (
 )
 from sglang.multimodal_gen.runtime.pipelines_core.stages.experts import Experts
 from sglang.multimodal_gen.runtime.pipelines_core.stages.guidance import guidance_for
+from sglang.multimodal_gen.runtime.pipelines_core.stages.step_caches import StepCaches
 from sglang.multimodal_gen.runtime.pipelines_core.stages.step_previews import StepPreviews
 from sglang.multimodal_gen.runtime.platforms.copy_lane import copy_lane
 from sglang.multimodal_gen.runtime.platforms.device import peak_memory_mb, reset_peak_memory
 from sglang.multimodal_gen.runtime.platforms.memory import memory_facts
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.component_roles import role_of
-from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, PipelineDefinitionError
+from sglang.multimodal_gen.runtime.utils.errors import (
+    InvalidArgument,
+    InvalidRequest,
+    PipelineDefinitionError,
+)
 from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
@@ -160,6 +167,8 @@ class ComposedPipelineBase(ABC):
         self._graph_note: str | None = None
         self.experts: Experts | None = None
         """Which denoiser makes which step, where there are two."""
+        self.step_caches: StepCaches | None = None
+        """What lets steps be skipped, where the standard loop runs."""
 
         self._load_modules(loaded_modules or {}, source, progress)
         split_denoisers(self.modules, self._index_names(self.modules), self.parallel)
@@ -221,6 +230,19 @@ class ComposedPipelineBase(ABC):
             cls._index_names(cls.component_names(source)),
             server_args,
             cls.default_component_configs,
+        )
+
+    @classmethod
+    def step_cache_problem(
+        cls, source: ModelSource, server_args: ServerArgs, method: str
+    ) -> str | None:
+        """Why steps of this pipeline's denoisers cannot be skipped, if so; reads JSON alone."""
+        return denoiser_step_cache_problem(
+            source,
+            cls._index_names(cls.component_names(source)),
+            server_args,
+            cls.default_component_configs,
+            method,
         )
 
     @classmethod
@@ -436,6 +458,8 @@ class ComposedPipelineBase(ABC):
             call = self._caller_of(second) if call is not call_plainly else call
             names = (transformer_key, second)
             self.experts = Experts(self._required(transformer_key), self.modules[second], names)
+        names = [name for name in (transformer_key, second) if name in self.modules]
+        self.step_caches = StepCaches({n: self._required(n) for n in names}, self.parallel)
         return self.add_stage_factory(
             RoleType.DENOISER,
             lambda: DenoisingStage(
@@ -444,6 +468,7 @@ class ComposedPipelineBase(ABC):
                 guidance_for(self.parallel.cfg, call),
                 previews=StepPreviews(self.get_module("vae")),
                 experts=self.experts,
+                step_caches=self.step_caches,
             ),
             "denoising_stage",
         )
@@ -541,6 +566,10 @@ class ComposedPipelineBase(ABC):
         Raises:
             DiffusionError: from a stage; the batch is lost, the pipeline is as before.
         """
+        wish = batch.request.step_cache
+        if self.step_caches is None and wish is not None and wish != OFF:
+            problem = f"{type(self).__name__} calls its denoiser in its own way. Leave it out"
+            raise InvalidRequest("step_cache", wish, problem)
         device = server_args.platform.device
         reset_peak_memory(device)
         batch = self.executor.execute(batch, server_args)
@@ -555,4 +584,5 @@ class ComposedPipelineBase(ABC):
             warnings=batch.warnings,
             warned_images=batch.warned_images,
             fps=batch.fps,
+            step_cache=batch.step_cache,
         )

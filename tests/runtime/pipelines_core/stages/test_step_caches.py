@@ -7,6 +7,7 @@ import torch
 
 from runtime.pipelines_core.stages.test_step_checkpoints import Sink
 from sglang.multimodal_gen import DiffGenerator
+from sglang.multimodal_gen.runtime.managers.finished import settings_of
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.pipelines_core.loop_state import LoopState
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import RequestControl
@@ -124,6 +125,11 @@ def test_the_servers_choice_is_what_a_request_leaves_open(folder):
     assert asked(step_cache_threshold=0.5) == ("first-block", 0.5)
     assert asked(step_cache="teacache")[0] == "teacache"
     assert asked(step_cache="teacache")[1] != 0.07
+    # What a file carries, and `sglang replay` asks for again.
+    (batch,) = model.admit(model.sampling_params(VALUES))
+    settings = settings_of(batch.request)
+    assert settings["step_cache"] == "first-block"
+    assert settings["step_cache_threshold"] == 0.07
     with pytest.raises(InvalidArgument, match="without --default-step-cache"):
         ServerArgs.from_flat(default_step_cache_threshold=0.1)
 

@@ -22,12 +22,14 @@ from sglang.multimodal_gen import DiffGenerator
 def evaluate(
     model_path: str, *, prompts: int, steps: int, seed: int, batch: int, **server_args: Any
 ) -> Score:
-    """The runtime's pictures of ``prompts`` held-out prompts, graded.
+    """The runtime's pictures of ``prompts`` held-out prompts, graded; what a step cache left out is
+    told on the way.
 
     Picture ``i`` has seed ``i``, whatever the batch; ``seed`` chooses the prompts (0: the test).
     """
     scenes, texts = test_prompts(seed, prompts)
     pictures: list[np.ndarray] = []
+    left_out = forwards = 0
     with DiffGenerator.from_pretrained(
         model_path=model_path, batching_max_size=batch, **server_args
     ) as generator:
@@ -35,7 +37,12 @@ def evaluate(
             chosen = texts[start : start + batch]
             result = generator.generate(prompt=chosen, num_inference_steps=steps, seed=start)
             pictures += [image.array for image in result.images]
+            if (used := result.step_cache) is not None:
+                left_out += used.left_out
+                forwards += used.left_out + used.computed
             print(f"{len(pictures)}/{prompts}", end="\r", file=sys.stderr, flush=True)
+    if forwards:
+        print(f"blocks left out of {left_out} of {forwards} forwards", file=sys.stderr)
     faults = [grade(picture, scene) for picture, scene in zip(pictures, scenes, strict=True)]
     return Score(np.stack(pictures), texts, faults)
 
@@ -64,6 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="which held-out prompts; 0: the test")
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--step-cache", default="off", help="off, first-block or teacache")
+    parser.add_argument("--step-cache-threshold", type=float)
     parser.add_argument("--sheet", type=Path, help="write a contact sheet (PNG) here")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument(
@@ -80,6 +89,8 @@ def main(argv: list[str] | None = None) -> int:
         seed=args.seed,
         batch=args.batch,
         quantization=args.quantization,
+        default_step_cache=args.step_cache,
+        default_step_cache_threshold=args.step_cache_threshold,
     )
     print(report(result, time.monotonic() - begin))
     if args.sheet is not None:

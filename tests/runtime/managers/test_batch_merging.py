@@ -8,6 +8,7 @@ import pytest
 from runtime.managers.stubs import flat_output, parts
 from sglang.multimodal_gen.configs.sample.sampling_params import ImageSamplingParams
 from sglang.multimodal_gen.configs.task_type import ModelTaskType
+from sglang.multimodal_gen.runtime.cache.step_cache import StepCacheUse
 from sglang.multimodal_gen.runtime.managers.batch_merging import (
     NOT_COMPARED,
     PER_IMAGE_FIELDS,
@@ -20,6 +21,14 @@ from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req, Req
 
 def sig(**values):
     return signature(parts(**values)[0])
+
+
+def test_step_caches_must_be_alike():
+    on = sig(step_cache="first-block", step_cache_threshold=0.1)
+    assert on == sig(step_cache="first-block", step_cache_threshold=0.1, seed=8)
+    others = [sig(), sig(step_cache="teacache", step_cache_threshold=0.1),
+              sig(step_cache="first-block", step_cache_threshold=0.2)]  # fmt: skip
+    assert on not in others
 
 
 def test_prompts_seeds_negatives_and_counts_may_differ():
@@ -98,7 +107,11 @@ def test_joined_parts_keep_their_own_and_come_apart_again():
     assert batch.request.prompts == ["p", "q", "r"]
     assert (a.seeds, a.warnings, a.previews) == ([5, 6], [], [])
     output = flat_output(batch)
+    output = dataclasses.replace(output, step_cache=StepCacheUse(8, (1, 2, 3)))
     first, second = (part_of(output, p, r) for p, r in zip([a, b], rows, strict=True))
+    assert (first.step_cache, second.step_cache) == (
+        StepCacheUse(8, (1, 2)), StepCacheUse(8, (3,))
+    )  # fmt: skip
     assert (first.seeds, second.seeds) == ([5, 6], [9])
     assert [round(v * 255) for v in first.output[:, 0, 0, 0].tolist()] == [5, 6]
     assert [round(v * 255) for v in second.output[:, 0, 0, 0].tolist()] == [9]

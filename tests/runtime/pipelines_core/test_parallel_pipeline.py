@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ranks import run_ranks
+from sglang.multimodal_gen.runtime.cache.step_cache import StepCacheUse
 from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelLayout, ParallelState
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
@@ -50,6 +51,12 @@ DEMO = {
 DEMO_PLAIN = {**DEMO, "true_cfg_scale": 1.0}
 
 
+CACHED = {**PLAIN, "num_inference_steps": 6, "step_cache": "first-block",
+          "step_cache_threshold": 0.75}  # fmt: skip
+CACHED_GUIDED = {**CACHED, "negative_prompt": "blue", "true_cfg_scale": 3.0,
+                 "num_outputs_per_prompt": 2}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Result:
     """Of one request on one rank."""
@@ -58,6 +65,7 @@ class Result:
     calls: int
     traffic: dict[str, dict[str, int]]
     warnings: list[str]
+    step_cache: StepCacheUse | None = None
 
 
 def describe(model: str) -> ModelDescription:
@@ -80,7 +88,8 @@ def run(pipeline: Any, description: ModelDescription, request: dict[str, Any]) -
             batch = stage(batch, pipeline.server_args)
     hook.remove()
     traffic = {name: dict(group.traffic - before[name]) for name, group in groups.items()}
-    return Result(batch.latents.float().numpy(), len(calls), traffic, batch.warnings)
+    latents = batch.latents.float().numpy()
+    return Result(latents, len(calls), traffic, batch.warnings, batch.step_cache)
 
 
 def _on_rank(
@@ -103,8 +112,11 @@ def compared(
         description = describe(model)
         alone = description.open_pipeline()
         for index, request in enumerate(requests):
-            expected = run(alone, description, request).latents
+            single = run(alone, description, request)
+            expected = single.latents
             found = [rank[number][index].latents for rank in ranks]
+            for rank in ranks:
+                assert rank[number][index].step_cache == single.step_cache
             off = np.linalg.norm(found[0] - expected) / np.linalg.norm(expected)
             assert off < LIMIT, f"{model}, {layout}, {request}: {off:.1e}"
             for other in found:
@@ -151,6 +163,25 @@ def test_two_ranks(four_heads: str) -> None:
         # The dtype is told once.
         assert branches[0].traffic["cfg"] == {"broadcast": STEPS + 1}
         assert branches[2].traffic["cfg"] == {"broadcast": STEPS}
+
+
+@pytest.mark.slow
+def test_two_ranks_skip_the_same_steps_as_one(four_heads: str) -> None:
+    """Tokens do not divide, so there is padding; each branch of guidance has a rank of its own."""
+    ulysses, cfg, tp = (ParallelLayout(**{d: 2}) for d in ("ulysses", "cfg", "tp"))
+    requests = [CACHED, CACHED_GUIDED]
+    layouts = [(four_heads, layout, requests) for layout in (ulysses, cfg, tp)]
+    ranks = compared(2, layouts)
+    for first, *_ in ranks:
+        for result in first:
+            assert result.step_cache is not None
+            assert result.step_cache.left_out > 0
+            assert result.step_cache.computed > len(result.step_cache.reused)
+        # Two messages for each block that ran: the first of the four always does.
+        plain = first[0].step_cache
+        assert plain is not None
+        ran = plain.forwards + 3 * plain.computed
+        assert first[0].traffic["ulysses"] == {"all_to_all": 2 * ran}
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 from sglang.multimodal_gen.configs.lora_choice import LoRAChoice, parse_lora_choices
 from sglang.multimodal_gen.configs.sealed import Sealable
+from sglang.multimodal_gen.configs.step_cache_choice import METHODS, OFF, threshold_problem
 from sglang.multimodal_gen.configs.task_type import DataType, ModelTaskType
 from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
@@ -66,6 +67,15 @@ class SamplingParams(Sealable):
     task_type: ModelTaskType | str | None = setting(
         None, "Task, for models that serve several (e.g. T2I).", choices=tuple(ModelTaskType)
     )
+    step_cache: str | None = setting(
+        None,
+        "Leave out the denoiser's blocks at steps that change little: by what its first block "
+        "contributes, or TeaCache, by that block's input. Left out: as the server was started.",
+        choices=(OFF, *METHODS),
+    )
+    step_cache_threshold: float | None = setting(
+        None, "Relative change from which blocks are computed again; more skips more. 0 skips none."
+    )
 
     def __post_init__(self) -> None:
         self.check()
@@ -87,11 +97,25 @@ class SamplingParams(Sealable):
         for name in ("height", "width", "max_sequence_length"):
             _check_optional(name, getattr(self, name), int, low=1, high=MAX_COUNT)
         _check_optional("true_cfg_scale", self.true_cfg_scale, float, low=0, high=MAX_GUIDANCE)
+        self._check_step_cache()
         if self.task_type is not None:
             try:
                 ModelTaskType.parse(self.task_type)
             except ValueError as error:
                 raise InvalidRequest("task_type", self.task_type, str(error)) from None
+
+    def _check_step_cache(self) -> None:
+        wish, threshold = self.step_cache, self.step_cache_threshold
+        if wish is not None and wish not in (OFF, *METHODS):
+            problem = f"must be one of: {', '.join((OFF, *METHODS))}"
+            raise InvalidRequest("step_cache", wish, problem)
+        if threshold is None:
+            return
+        if (problem := threshold_problem(threshold)) is not None:
+            raise InvalidRequest("step_cache_threshold", threshold, problem)
+        if wish == OFF:
+            problem = "has no effect with step_cache=off; leave one of them out"
+            raise InvalidRequest("step_cache_threshold", threshold, problem)
 
     def _left_to_pipeline(self, name: str) -> bool:
         """Whether a number is left out, in a class whose default for it is to leave it out."""

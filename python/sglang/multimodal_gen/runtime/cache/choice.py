@@ -20,7 +20,7 @@ HEADROOM = 2 * ACTIVATION_RESERVE
 and the VAE needs room for its own beside them."""
 ON = (
     "CUDA graphs: on; each size and text length is recorded at its second step "
-    "(--enable-cuda-graph false turns them off)"
+    "(--enable-cuda-graph false turns them off; requests with a step cache run without)"
 )
 
 

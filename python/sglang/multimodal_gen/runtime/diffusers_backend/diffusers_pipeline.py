@@ -104,6 +104,16 @@ class DiffusersPipeline(LoRAPipeline):
         config = dataclasses.replace(config, signature=signature, task_type=task)
         return dataclasses.replace(server_args, pipeline_config=config)
 
+    @classmethod
+    def step_cache_problem(
+        cls, source: ModelSource, server_args: ServerArgs, method: str
+    ) -> str | None:
+        """Diffusers calls the denoiser itself."""
+        return (
+            "Diffusers runs this model from end to end, so none of its steps can be skipped here; "
+            "leave it out, or use --backend sglang where a native family serves the model"
+        )
+
     def _load_modules(
         self,
         given: Mapping[str, Any],

@@ -7,11 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
+from sglang.multimodal_gen.runtime.cache.step_cache import StepCacheUse
 from sglang.multimodal_gen.runtime.entrypoints.generated import (
     Generated,
     GeneratedImage,
@@ -54,7 +56,8 @@ class GenerationResult(Sequence[Any]):
 
     ``timings`` are seconds by stage summed over batches; ``peak_memory_mb`` is the device's peak in
     MiB (CPU: the process's); ``parameters`` are the settings that were in force; ``backend`` is who
-    ran the model, ``sglang`` or ``diffusers``.
+    ran the model, ``sglang`` or ``diffusers``; ``step_cache`` is what a step cache saved, None
+    without one.
     """
 
     images: list[GeneratedImage]
@@ -66,6 +69,7 @@ class GenerationResult(Sequence[Any]):
     parameters: dict[str, Any]
     backend: str = "sglang"
     videos: list[GeneratedVideo] = field(default_factory=list)
+    step_cache: StepCacheUse | None = None
 
     @property
     def outputs(self) -> Sequence[Generated]:
@@ -375,6 +379,7 @@ class _WholeCallProgress:
 def merge_results(parts: Sequence[GenerationResult]) -> GenerationResult:
     """One result of several batches of one request: times add up, memory is the highest."""
     timings: dict[str, float] = {}
+    used = [part.step_cache for part in parts if part.step_cache is not None]
     for part in parts:
         for stage, seconds in part.timings.items():
             timings[stage] = timings.get(stage, 0.0) + seconds
@@ -385,6 +390,7 @@ def merge_results(parts: Sequence[GenerationResult]) -> GenerationResult:
         timings=timings,
         peak_memory_mb=max(part.peak_memory_mb for part in parts),
         warnings=list(dict.fromkeys(warning for part in parts for warning in part.warnings)),
+        step_cache=reduce(StepCacheUse.and_then, used) if used else None,
     )
 
 
@@ -410,6 +416,7 @@ def _result(
         model=model.source.name,
         parameters=settings_of(params),
         backend=model.info.backend,
+        step_cache=output.step_cache,
     )
 
 

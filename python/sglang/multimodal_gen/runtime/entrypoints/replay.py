@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, JpegImagePlugin
 
+from sglang.multimodal_gen.configs.step_cache_choice import OFF
 from sglang.multimodal_gen.runtime.utils.errors import UserError
 from sglang.multimodal_gen.runtime.utils.image_file import (
     DEFAULT_QUALITY,
@@ -54,6 +55,7 @@ class Recipe:
             )
         settings = {k: v for k, v in about.parameters.items() if k not in _INPUTS}
         _refuse_cut(file, about)
+        settings.setdefault("step_cache", OFF)  # told only where it was on
         settings |= {"prompt": about.prompt, "seed": about.seed, "num_outputs_per_prompt": 1}
         if inputs:
             settings["image_path"] = list(inputs)

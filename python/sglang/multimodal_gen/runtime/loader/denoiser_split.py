@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from sglang.multimodal_gen.runtime.cache.step_cache_plan import method_problem
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.layers.attention.backends.backend import AttentionBackend
 from sglang.multimodal_gen.runtime.layers.attention.backends.choice import check_dtype
@@ -55,6 +56,19 @@ def denoiser_heads(
     found = _classes(source, names, server_args, default_configs)
     heads = (heads_of(cls, config) for _, cls, config in found)
     return tuple(number for number in heads if number is not None)
+
+
+def denoiser_step_cache_problem(
+    source: ModelSource,
+    names: Mapping[str, str],
+    server_args: ServerArgs,
+    default_configs: Mapping[str, Mapping[str, Any]],
+    method: str,
+) -> str | None:
+    """Why a denoiser among the components can have no step cache, if so; reads JSON alone."""
+    found = _classes(source, names, server_args, default_configs)
+    problems = [method_problem(cls, method) for _, cls, _ in found]
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def _classes(

@@ -27,6 +27,7 @@ PER_IMAGE_FIELDS = frozenset({"prompt", "negative_prompt", "seeds", "previews"})
 
 NOT_COMPARED = frozenset(
     {"request", "request_id", "control", "warnings", "warned_images", "timings", "resume_from"}
+    | {"step_cache"}
 )
 """Fields of `Req` that say whose batch it is, or what became of it; ``request`` is compared by its
 own fields, and ``resume_from`` keeps its whole request alone (`waiting_line.Ticket`)."""
@@ -99,6 +100,7 @@ def join(parts: Sequence[Req], control: RequestControl) -> tuple[Req, list[Rows]
         warnings=[],
         warned_images={},
         timings={},
+        step_cache=None,
     )
     return joined, rows
 
@@ -123,6 +125,7 @@ def part_of(output: OutputBatch, part: Req, rows: Rows) -> OutputBatch:
         peak_memory_mb=output.peak_memory_mb,
         warnings=list(dict.fromkeys([*part.warnings, *heard])),
         fps=output.fps,
+        step_cache=output.step_cache and output.step_cache.rows(rows.start, rows.stop),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
+from sglang.multimodal_gen.configs.step_cache_choice import METHODS, OFF, chosen
 from sglang.multimodal_gen.configs.task_type import DataType
 from sglang.multimodal_gen.registry import REGISTRY, ModelInfo
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
@@ -98,6 +99,10 @@ class ModelDescription:
         assert args.pipeline_config is not None
         args.pipeline_config.get_supported_task_types()  # a bad declaration ends here
         defaults = read_sampling_defaults(source.root)
+        found = cls(source, info, args, defaults)
+        method = args.speed.default_step_cache
+        if method != OFF and (problem := found._step_cache_problem(method)) is not None:
+            raise InvalidArgument("default_step_cache", method, problem)
         if "prompt" in defaults:
             problem = f"sampling_params.json of {source.name}: prompt is a request's, not a default"
             raise CheckpointError(problem)
@@ -105,7 +110,7 @@ class ModelDescription:
             info.sampling_param_cls.from_values(defaults)
         except InvalidRequest as error:
             raise CheckpointError(f"sampling_params.json of {source.name}: {error}") from error
-        return cls(source, info, args, defaults)
+        return found
 
     def fitted(self, asked: ParallelArgs) -> tuple[Self, tuple[str, ...]]:
         """The same with ranks that fit its heads, and a sentence if that changed what was chosen.
@@ -158,13 +163,43 @@ class ModelDescription:
         """Batches for a request; see `admission.admit`."""
         self._check_adapters(params)
         return admit(
-            params,
+            self._with_step_cache(params),
             self.config,
             batching_max_size=self.server_args.batching.batching_max_size,
             control=control,
             data_type=data_type,
             previews=previews,
         )
+
+    def _with_step_cache(self, params: SamplingParams) -> SamplingParams:
+        """The same, saying itself what it was left to the server to say of step caches.
+
+        Raises:
+            InvalidRequest: the request asks for one, and the denoiser does not say what is needed.
+        """
+        params.check()
+        wish, threshold = params.step_cache, params.step_cache_threshold
+        choice = chosen(wish, threshold, self.server_args.speed.step_cache_choice)
+        if choice is None:
+            if threshold is not None:
+                problem = f"has no effect: choose step_cache={' or '.join(METHODS)}"
+                raise InvalidRequest("step_cache_threshold", threshold, problem)
+            return dataclasses.replace(params, step_cache=None)
+        problem = self._step_cache_problem(choice.method)
+        if problem is not None:
+            raise InvalidRequest("step_cache", choice.method, problem)
+        return dataclasses.replace(
+            params, step_cache=choice.method, step_cache_threshold=choice.threshold
+        )
+
+    def _step_cache_problem(self, method: str) -> str | None:
+        """Why this model, with these arguments, can skip no step; None if it can."""
+        if self.server_args.memory.use_fsdp_inference:
+            return (
+                "the denoiser's weights are spread over ranks, which gather each block for the "
+                "next; use --no-use-fsdp-inference, or leave it out"
+            )
+        return self.info.pipeline_cls.step_cache_problem(self.source, self.server_args, method)
 
     @property
     def config(self) -> PipelineConfig:

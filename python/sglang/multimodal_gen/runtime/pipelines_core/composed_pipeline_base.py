@@ -7,19 +7,13 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
 
+from sglang.multimodal_gen.configs.step_cache_choice import OFF
 from sglang.multimodal_gen.configs.task_type import ModelTaskType
-from sglang.multimodal_gen.runtime.cache.choice import wants_graphs
-from sglang.multimodal_gen.runtime.cache.cuda_graphs import CudaGraphs
-from sglang.multimodal_gen.runtime.cache.graph_runner import (
-    Caller,
-    GraphRunner,
-    call_plainly,
-)
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.layers.attention.backends.choice import (
     Machine,
@@ -37,6 +31,7 @@ from sglang.multimodal_gen.runtime.loader.components import (
 from sglang.multimodal_gen.runtime.loader.denoiser_split import (
     check_denoisers,
     denoiser_heads,
+    denoiser_step_cache_problem,
     give_attention,
     split_denoisers,
 )
@@ -50,26 +45,10 @@ from sglang.multimodal_gen.runtime.memory.offloaded_component import OffloadedCo
 from sglang.multimodal_gen.runtime.memory.plan import ResidencyPlan
 from sglang.multimodal_gen.runtime.memory.residency_manager import ResidencyManager
 from sglang.multimodal_gen.runtime.pipelines_core.executors.sync_executor import SyncExecutor
-from sglang.multimodal_gen.runtime.pipelines_core.link import component_uses, link
-from sglang.multimodal_gen.runtime.pipelines_core.role import RoleType
+from sglang.multimodal_gen.runtime.pipelines_core.link import link
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch, Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
-from sglang.multimodal_gen.runtime.pipelines_core.stages import (
-    DecodingStage,
-    DenoisingStage,
-    FrameVAEEncodingStage,
-    ImageEncodingStage,
-    ImageVAEEncodingStage,
-    InputValidationStage,
-    LatentPreparationStage,
-    StrengthStage,
-    TextEncodingStage,
-    TimestepPreparationStage,
-    VideoVAEEncodingStage,
-)
-from sglang.multimodal_gen.runtime.pipelines_core.stages.experts import Experts
-from sglang.multimodal_gen.runtime.pipelines_core.stages.guidance import guidance_for
-from sglang.multimodal_gen.runtime.pipelines_core.stages.step_previews import StepPreviews
+from sglang.multimodal_gen.runtime.pipelines_core.stage_wiring import StageWiring
 from sglang.multimodal_gen.runtime.platforms.copy_lane import copy_lane
 from sglang.multimodal_gen.runtime.platforms.device import (
     compute_capability,
@@ -78,17 +57,17 @@ from sglang.multimodal_gen.runtime.platforms.device import (
 )
 from sglang.multimodal_gen.runtime.platforms.memory import memory_facts
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
-from sglang.multimodal_gen.runtime.utils.component_roles import role_of
-from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, PipelineDefinitionError
+from sglang.multimodal_gen.runtime.utils.errors import (
+    InvalidRequest,
+    PipelineDefinitionError,
+)
 from sglang.multimodal_gen.runtime.utils.progress import ProgressListener
 from sglang.multimodal_gen.runtime.utils.suggest import did_you_mean
 
 logger = logging.getLogger(__name__)
 
-Keys = str | Sequence[str] | None
 
-
-class ComposedPipelineBase(ABC):
+class ComposedPipelineBase(StageWiring, ABC):
     """Base of every native pipeline.
 
     A family names the components it needs and wires its stages in `create_pipeline_stages`, most
@@ -152,24 +131,21 @@ class ComposedPipelineBase(ABC):
             if required_config_modules is None
             else required_config_modules
         )
-        self.stages: dict[str, PipelineStage] = {}
-        self.stage_roles: dict[str, RoleType] = {}
-        self.stage_uses: dict[str, tuple[str, ...]] = {}
-        """Stage -> the components whose weights it needs."""
-        self.modules: dict[str, Any] = {}
+        self.stages = {}
+        self.stage_roles = {}
+        self.stage_uses = {}
+        self.modules = {}
         self.server_args = server_args
         self.parallel = (
             ParallelState.single(server_args.platform.device) if parallel is None else parallel
         )
 
         self.plan = ResidencyPlan()
-        """Where each component's weights rest."""
         self._offloaded: dict[str, OffloadedComponent] = {}
-        self.graphs: GraphRunner | None = None
-        """Recordings of the denoisers' GPU work, where there are any."""
-        self._graph_note: str | None = None
-        self.experts: Experts | None = None
-        """Which denoiser makes which step, where there are two."""
+        self.graphs = None
+        self._graph_note = None
+        self.experts = None
+        self.step_caches = None
 
         device, wish = self.parallel.device.type, server_args.speed.attention_backend
         self.attention, self._attention_note = choose_backend(
@@ -203,23 +179,6 @@ class ComposedPipelineBase(ABC):
 
     # Components.
 
-    def get_module(self, name: str, default: Any = None) -> Any:
-        """A loaded component; ``default`` if this pipeline has none of that name."""
-        return self.modules.get(name, default)
-
-    def _required(self, name: str) -> Any:
-        """A component that a standard stage cannot do without."""
-        if name not in self.modules:
-            raise PipelineDefinitionError(
-                f"{type(self).__name__} has no component {name!r}."
-                f"{did_you_mean(name, self.modules)} It has: {', '.join(self.modules)}"
-            )
-        return self.modules[name]
-
-    def add_module(self, name: str, module: Any) -> None:
-        """Put a component in place, for stages wired after this."""
-        self.modules[name] = module
-
     @classmethod
     def bind_checkpoint(cls, source: ModelSource, server_args: ServerArgs) -> ServerArgs:
         """The arguments with the checkpoint's facts in their pipeline config; loads no weights."""
@@ -239,6 +198,19 @@ class ComposedPipelineBase(ABC):
             cls._index_names(cls.component_names(source)),
             server_args,
             cls.default_component_configs,
+        )
+
+    @classmethod
+    def step_cache_problem(
+        cls, source: ModelSource, server_args: ServerArgs, method: str
+    ) -> str | None:
+        """Why steps of this pipeline's denoisers cannot be skipped, if so; reads JSON alone."""
+        return denoiser_step_cache_problem(
+            source,
+            cls._index_names(cls.component_names(source)),
+            server_args,
+            cls.default_component_configs,
+            method,
         )
 
     @classmethod
@@ -348,205 +320,6 @@ class ComposedPipelineBase(ABC):
         assert config is not None
         config.seal()
 
-    # Stages.
-
-    def add_stage(self, stage: PipelineStage, stage_name: str | None = None) -> Self:
-        """Append a stage; its name is its class's unless given.
-
-        Raises:
-            PipelineDefinitionError: the name is taken, or the stage holds a component that its
-                `uses` does not declare.
-        """
-        name = type(stage).__name__ if stage_name is None else stage_name
-        if name in self.stages:
-            raise PipelineDefinitionError(
-                f"Duplicate stage name detected: {name!r} in {type(self).__name__}; pass another "
-                "stage_name"
-            )
-        self.stage_uses[name] = component_uses(stage, self.modules)
-        self.stages[name] = stage
-        self.stage_roles.setdefault(name, stage.role_affinity)
-        return self
-
-    def add_stage_factory(
-        self, role_affinity: RoleType, factory: Callable[[], PipelineStage], stage_name: str
-    ) -> Self:
-        """Append the stage that ``factory`` makes, as part of the given role."""
-        self.stage_roles[stage_name] = role_affinity
-        return self.add_stage(factory(), stage_name)
-
-    def get_stage(self, name: str) -> PipelineStage:
-        """A stage by its name.
-
-        Raises:
-            KeyError: there is none of that name.
-        """
-        return self.stages[name]
-
-    def add_standard_input_validation_stage(self) -> Self:
-        """Generators and input images."""
-        return self.add_stage(InputValidationStage(), "input_validation_stage")
-
-    def add_standard_text_encoding_stage(
-        self, text_encoder_key: Keys = None, tokenizer_key: Keys = None
-    ) -> Self:
-        """Prompts through all text encoders of this pipeline, or through those named."""
-        stage = TextEncodingStage(
-            text_encoders=self._modules_of("text_encoder", text_encoder_key),
-            tokenizers=self._modules_of("tokenizer", tokenizer_key),
-        )
-        config = self.server_args.pipeline_config
-        assert config is not None
-        described = len(config.text_encoder_configs)
-        if described != len(stage.text_encoders):
-            raise PipelineDefinitionError(
-                f"{type(self).__name__} has {len(stage.text_encoders)} text encoders, but "
-                f"{type(config).__name__}.text_encoder_configs describes {described}"
-            )
-        return self.add_stage(stage, "text_encoding_stage")
-
-    def add_standard_image_vae_encoding_stage(self, vae_key: str = "vae") -> Self:
-        """Input images to latents."""
-        stage = ImageVAEEncodingStage(self._required(vae_key), self.parallel, self.server_args.vae)
-        return self.add_stage(stage, "image_vae_encoding_stage")
-
-    def add_standard_image_encoding_stage(
-        self, image_encoder_key: str = "image_encoder", image_processor_key: str = "image_processor"
-    ) -> Self:
-        """Input images to what an image encoder sees in them."""
-        stage = ImageEncodingStage(
-            self._required(image_encoder_key), self._required(image_processor_key)
-        )
-        return self.add_stage(stage, "image_encoding_stage")
-
-    def add_standard_frame_vae_encoding_stage(self, vae_key: str = "vae") -> Self:
-        """Given frames of a clip to latents."""
-        stage = FrameVAEEncodingStage(self._required(vae_key), self.parallel, self.server_args.vae)
-        return self.add_stage(stage, "frame_vae_encoding_stage")
-
-    def add_standard_video_vae_encoding_stage(self, vae_key: str = "vae") -> Self:
-        """A given clip to latents."""
-        stage = VideoVAEEncodingStage(self._required(vae_key), self.parallel, self.server_args.vae)
-        return self.add_stage(stage, "video_vae_encoding_stage")
-
-    def add_standard_latent_preparation_stage(
-        self, scheduler_key: str = "scheduler", transformer_key: str = "transformer"
-    ) -> Self:
-        """Initial noise."""
-        stage = LatentPreparationStage(
-            self._required(scheduler_key), self._required(transformer_key)
-        )
-        return self.add_stage(stage, "latent_preparation_stage")
-
-    def add_standard_timestep_preparation_stage(self, scheduler_key: str = "scheduler") -> Self:
-        """The schedule."""
-        return self.add_stage(
-            TimestepPreparationStage(self._required(scheduler_key)), "timestep_preparation_stage"
-        )
-
-    def add_standard_denoising_stage(
-        self, transformer_key: str = "transformer", scheduler_key: str = "scheduler"
-    ) -> Self:
-        """The loop."""
-        call = self._caller_of(transformer_key)
-        second = f"{transformer_key}_2"
-        if second in self.modules:
-            call = self._caller_of(second) if call is not call_plainly else call
-            names = (transformer_key, second)
-            self.experts = Experts(self._required(transformer_key), self.modules[second], names)
-        return self.add_stage_factory(
-            RoleType.DENOISER,
-            lambda: DenoisingStage(
-                self._required(transformer_key),
-                self._required(scheduler_key),
-                guidance_for(self.parallel.cfg, call),
-                previews=StepPreviews(self.get_module("vae")),
-                experts=self.experts,
-            ),
-            "denoising_stage",
-        )
-
-    def _caller_of(self, name: str) -> Caller:
-        """How a denoiser is called: plainly, or through recordings of its GPU work."""
-        device = self.parallel.device
-        wanted, note = wants_graphs(
-            self.server_args.speed.enable_cuda_graph,
-            self._required(name),
-            name,
-            self.plan,
-            memory_facts(device.type),
-            device=device.type,
-            check_stages=self.server_args.observe.check_stages,
-            attention=self.attention,
-        )
-        self._graph_note = note or self._graph_note
-        if not wanted:
-            return call_plainly
-        if self.graphs is None:
-            ranks = (self.parallel.tp, self.parallel.sp)
-            self.graphs = GraphRunner(CudaGraphs(device, ranks))
-        return self.graphs
-
-    def _check_graphs(self) -> None:
-        """A wish for graphs that no stage meets would be passed over in silence."""
-        if self.server_args.speed.enable_cuda_graph and self.graphs is None:
-            problem = f"{type(self).__name__} calls its denoiser in its own way. Leave it out"
-            raise InvalidArgument("enable_cuda_graph", True, problem)
-
-    def add_standard_decoding_stage(self, vae_key: str = "vae") -> Self:
-        """Latents to pictures."""
-        return self.add_stage_factory(
-            RoleType.DECODER,
-            lambda: DecodingStage(self._required(vae_key), self.parallel, self.server_args.vae),
-            "decoding_stage",
-        )
-
-    def add_standard_t2i_stages(self) -> Self:
-        """The whole chain from text to image."""
-        self.add_standard_input_validation_stage()
-        self.add_standard_text_encoding_stage()
-        return self._add_from_latents_on()
-
-    def add_standard_ti2i_stages(self) -> Self:
-        """The whole chain from text, and images where the request has them, to image."""
-        self.add_standard_input_validation_stage()
-        self.add_standard_text_encoding_stage()
-        self.add_standard_image_vae_encoding_stage()
-        return self._add_from_latents_on()
-
-    def add_standard_ti2v_stages(self, image_encoder_key: str = "image_encoder") -> Self:
-        """The whole chain from text, and from frames or a clip as far as tasks take them, to video.
-
-        An image encoder has its stage where there is one.
-        """
-        config = self.server_args.pipeline_config
-        assert config is not None
-        tasks = config.get_supported_task_types()
-        with_video = any(task.accepts_video_input for task in tasks)
-        self.add_standard_input_validation_stage()
-        self.add_standard_text_encoding_stage()
-        if any(task.accepts_image_input for task in tasks):
-            if image_encoder_key in self.modules:
-                self.add_standard_image_encoding_stage(image_encoder_key)
-            self.add_standard_frame_vae_encoding_stage()
-        if with_video:
-            self.add_standard_video_vae_encoding_stage()
-        return self._add_from_latents_on(with_video=with_video)
-
-    def _add_from_latents_on(self, *, with_video: bool = False) -> Self:
-        self.add_standard_latent_preparation_stage()
-        self.add_standard_timestep_preparation_stage()
-        if with_video:
-            self.add_stage(StrengthStage(), "strength_stage")
-        self.add_standard_denoising_stage()
-        return self.add_standard_decoding_stage()
-
-    def _modules_of(self, role: str, keys: Keys) -> list[Any]:
-        """The components under ``keys``; by default ``role``, ``role_2``, ... as far as loaded."""
-        if keys is None:
-            keys = [name for name in self.required_config_modules if role_of(name) == role]
-        return [self._required(key) for key in ([keys] if isinstance(keys, str) else keys)]
-
     # Running.
 
     def close(self) -> None:
@@ -560,6 +333,10 @@ class ComposedPipelineBase(ABC):
         Raises:
             DiffusionError: from a stage; the batch is lost, the pipeline is as before.
         """
+        wish = batch.request.step_cache
+        if self.step_caches is None and wish is not None and wish != OFF:
+            problem = f"{type(self).__name__} calls its denoiser in its own way. Leave it out"
+            raise InvalidRequest("step_cache", wish, problem)
         device = server_args.platform.device
         reset_peak_memory(device)
         batch = self.executor.execute(batch, server_args)
@@ -574,4 +351,5 @@ class ComposedPipelineBase(ABC):
             warnings=batch.warnings,
             warned_images=batch.warned_images,
             fps=batch.fps,
+            step_cache=batch.step_cache,
         )

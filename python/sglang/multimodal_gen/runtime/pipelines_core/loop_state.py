@@ -6,7 +6,7 @@ import dataclasses
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,7 +30,8 @@ class LoopState:
 
     ``latents`` are packed, [B, ...]; ``generators`` are the states of the images' generators, none
     where the loop draws nothing; ``scheduler`` holds the attributes of the scheduler: JSON's
-    values, arrays and tensors. ``timesteps`` and ``seeds`` say which loop it is.
+    values, arrays and tensors. ``timesteps`` and ``seeds`` say which loop it is. ``cache`` is what
+    a step cache keeps; all its tensors have images first.
     """
 
     step: int
@@ -40,6 +41,7 @@ class LoopState:
     generators: Sequence[Tensor]
     scheduler_class: str
     scheduler: dict[str, Any]
+    cache: dict[str, Any] = field(default_factory=dict)
 
     def rows(self, start: int, stop: int) -> LoopState:
         """The same of some of the images alone."""
@@ -52,12 +54,18 @@ class LoopState:
                 return {key: cut(item) for key, item in value.items()}
             return [cut(item) for item in value] if isinstance(value, list) else value
 
+        def own(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: own(item) for key, item in value.items()}
+            return value[start:stop].clone() if isinstance(value, Tensor) else value
+
         return dataclasses.replace(
             self,
             seeds=list(self.seeds[start:stop]),
             latents=self.latents[start:stop].clone(),
             generators=list(self.generators[start:stop]),
             scheduler=cut(self.scheduler),
+            cache=own(self.cache),
         )
 
     def to_bytes(self) -> bytes:
@@ -70,6 +78,7 @@ class LoopState:
             "generators": len(self.generators),
             "scheduler_class": self.scheduler_class,
             "scheduler": _out(self.scheduler, tensors),
+            "cache": _out(self.cache, tensors),
         }
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         return save(tensors, {_FORMAT: json.dumps(about)})
@@ -94,6 +103,7 @@ class LoopState:
                 generators=[tensors[f"generator.{i}"] for i in range(about["generators"])],
                 scheduler_class=about["scheduler_class"],
                 scheduler=_in(about["scheduler"], tensors),
+                cache=_in(about.get("cache", {"dict": {}}), tensors),
             )
         except _DAMAGE as error:
             raise NotKeepable(f"no loop state: {type(error).__name__}: {error}") from error

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
+    from sglang.multimodal_gen.runtime.cache.step_cache import StepCacheUse
     from sglang.multimodal_gen.runtime.pipelines_core.loop_state import CheckpointSink, LoopState
     from sglang.multimodal_gen.runtime.utils.video_file import InputVideo
 
@@ -157,6 +158,8 @@ class Req:
     warned_images: dict[str, list[int]] = field(default_factory=dict)
     """The images that a warning is about, for those that are not about all of the batch."""
     timings: dict[str, float] = field(default_factory=dict)
+    step_cache: StepCacheUse | None = None
+    """What a step cache saved; None without one."""
 
     @property
     def batch_size(self) -> int:
@@ -225,3 +228,4 @@ class OutputBatch:
     warnings: list[str]
     warned_images: dict[str, list[int]] = field(default_factory=dict)
     fps: int | None = None
+    step_cache: StepCacheUse | None = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
+from sglang.multimodal_gen.configs.step_cache_choice import OFF
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.loader.components import (
     components_facts,
@@ -212,8 +213,11 @@ def _outline(model: ModelDescription, *, stored: bool = True) -> ComposedPipelin
 
 
 def _batches(model: ModelDescription, params: SamplingParams) -> list[Req]:
-    short = {"num_inference_steps": min(_STEPS, params.num_inference_steps or _STEPS)}
-    few = dataclasses.replace(params, **short)
+    steps = min(_STEPS, params.num_inference_steps or _STEPS)
+    # What a step cache leaves out depends on the picture: all is counted.
+    few = dataclasses.replace(
+        params, num_inference_steps=steps, step_cache=OFF, step_cache_threshold=None
+    )
     return model.admit(few)
 
 

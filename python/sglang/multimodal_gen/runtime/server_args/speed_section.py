@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sglang.multimodal_gen.configs.step_cache_choice import (
+    OFF,
+    StepCacheChoice,
+    StepCacheWish,
+    chosen,
+    threshold_problem,
+)
 from sglang.multimodal_gen.runtime.server_args.flags import check_fields, flag
+from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 
 AttentionChoice = Literal[
     "auto",
@@ -44,5 +52,30 @@ class SpeedArgs:
         "no masks leave masked calls to torch. 'auto' goes by what was measured on the GPU.",
     )
 
+    default_step_cache: StepCacheWish = flag(
+        "off",
+        help="Leave out the denoiser's blocks at steps that change little, for requests that do "
+        "not say otherwise: 'first-block' goes by what its first block contributes, 'teacache' by "
+        "that block's input. Changes pictures slightly.",
+    )
+    default_step_cache_threshold: float | None = flag(
+        None,
+        help="Relative change from which blocks are computed again; more skips more. Left out, "
+        "the method's own.",
+    )
+
     def __post_init__(self) -> None:
         check_fields(self)
+        threshold = self.default_step_cache_threshold
+        if threshold is None:
+            return
+        if (problem := threshold_problem(threshold)) is not None:
+            raise InvalidArgument("default_step_cache_threshold", threshold, problem)
+        if self.default_step_cache == OFF:
+            problem = "has no effect without --default-step-cache; choose a method, or leave it out"
+            raise InvalidArgument("default_step_cache_threshold", threshold, problem)
+
+    @property
+    def step_cache_choice(self) -> StepCacheChoice | None:
+        """What requests get that do not choose; None is off."""
+        return chosen(self.default_step_cache, self.default_step_cache_threshold, None)

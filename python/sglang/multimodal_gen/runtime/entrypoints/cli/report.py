@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ def json_line(result: GenerationResult, paths: Sequence[Path]) -> str:
     """The result as one line of ASCII JSON."""
     # A disk may fill up midway.
     outputs = [_output(*pair) for pair in zip(result.outputs, paths, strict=False)]
-    summary = {
+    summary: dict[str, Any] = {
         "videos" if result.videos else "images": outputs,
         "timings": result.timings,
         "load_seconds": result.load_seconds,
@@ -27,6 +28,8 @@ def json_line(result: GenerationResult, paths: Sequence[Path]) -> str:
         "backend": result.backend,
         "parameters": result.parameters,
     }
+    if result.step_cache is not None:
+        summary["step_cache"] = dataclasses.asdict(result.step_cache)
     return json.dumps(summary, default=str)
 
 
@@ -63,6 +66,9 @@ def print_times(result: GenerationResult, stream: TextIO) -> None:
     for name, seconds in rows.items():
         table.add_row(Text(name), f"{seconds:.2f} s")
     table.add_row("total", f"{sum(rows.values()):.2f} s", style="bold")
+    if (used := result.step_cache) is not None:
+        total = used.computed + used.left_out
+        table.add_row("forwards that left blocks out", f"{used.left_out} of {total}")
     table.add_row("peak memory", f"{result.peak_memory_mb:.0f} MiB")
     Console(file=stream).print(table)
 

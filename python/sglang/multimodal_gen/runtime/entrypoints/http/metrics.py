@@ -66,6 +66,9 @@ class Metrics(Observer):
         self.batch_jobs = histogram("batch_jobs", "Jobs in a batch.", buckets=_SIZES)
         self.batch_seconds = histogram("batch_seconds", "A batch, from start to end.")
         self.steps = counter("denoising_steps", "Denoising steps of finished batches.")
+        self.forwards = counter(
+            "step_cache_forwards", "Forwards of outputs with a step cache.", "blocks"
+        )
         self.stage_seconds = histogram("stage_seconds", "A stage of a batch.", "stage")
         self.peak = Gauge(
             _PREFIX + "batch_peak_memory_mebibytes", "Peak memory of the last batch.", **made
@@ -113,6 +116,9 @@ class Metrics(Observer):
             nonlocal outcome
             outcome = "completed"
             self.steps.inc(batch.num_inference_steps)
+            if (used := output.step_cache) is not None:
+                self.forwards.labels("computed").inc(used.computed)
+                self.forwards.labels("left_out").inc(used.left_out)
             self.peak.set(output.peak_memory_mb)
             for stage, seconds in output.timings.items():
                 self.stage_seconds.labels(stage).observe(seconds)

@@ -11,6 +11,7 @@ from sglang.multimodal_gen.runtime.layers.attention.backends.sdpa import SDPA
 from sglang.multimodal_gen.runtime.layers.attention.split_sequence import SplitAttention
 from sglang.multimodal_gen.runtime.layers.qk_norm import HeadStream, norm_rotate_join
 from sglang.multimodal_gen.runtime.layers.rotary_embedding import Rotary
+from sglang.multimodal_gen.runtime.layers.sequence_shard import take
 
 
 class USPAttention(nn.Module):
@@ -44,6 +45,17 @@ class USPAttention(nn.Module):
     def is_split(self) -> bool:
         """Whether this layer's sequence is split over ranks."""
         return self._split is not None
+
+    def without_padding(self, x_BSD: Tensor, streams: Sequence[str]) -> Tensor:
+        """This rank's pieces of streams [B, S, ...] without what was added to make them divide.
+
+        Only while a forward pass is on its way, which tells the streams' lengths.
+        """
+        if self._split is None:
+            return x_BSD
+        context = self._split.context
+        rank = context.sp.rank
+        return take(x_BSD, context.shard.kept(streams, range(rank, rank + 1)), 1)
 
     def forward(
         self, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Tensor | None = None

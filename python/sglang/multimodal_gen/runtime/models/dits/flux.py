@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sglang.multimodal_gen.runtime.cache.step_cache_plan import CachedBlocks, StepCachePlan
 from sglang.multimodal_gen.runtime.layers.attention.usp import USPAttention
 from sglang.multimodal_gen.runtime.layers.embeddings import (
     SINUSOID_CHANNELS,
@@ -365,6 +366,26 @@ SP_PLAN = SequencePlan(
         Split("rotary", ("text", "image"), dim=0),
         Gather(RETURN, "image", dim=1),
     ),
+)
+
+
+def _modulated_input(block: FluxTransformerBlock, image_BND: Tensor, *args: Tensor) -> Tensor:
+    _text_BTD, silu_temb_BD, _rotary = args
+    attn_mod, _ = block.norm1(silu_temb_BD)
+    return norm_modulate(image_BND, attn_mod.shift, attn_mod.scale)
+
+
+STEP_CACHE = StepCachePlan(
+    blocks=(
+        CachedBlocks(
+            "transformer_blocks", carries=("image_BND", "text_BTD"), per_image=("silu_temb_BD",)
+        ),
+        CachedBlocks("single_transformer_blocks", carries=("x_BSD",), per_image=("silu_temb_BD",)),
+    ),
+    streams=("image",),
+    signal=_modulated_input,
+    # TeaCache's fit to FLUX.1-dev (Liu et al. 2024).
+    polynomial=(498.651651, -283.781631, 55.8554382, -3.82021401, 0.264230861),
 )
 
 EntryClass = FluxTransformer2DModel

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sglang.multimodal_gen.runtime.cache.step_cache_plan import CachedBlocks, StepCachePlan
 from sglang.multimodal_gen.runtime.layers.attention.usp import USPAttention
 from sglang.multimodal_gen.runtime.layers.embeddings import (
     SINUSOID_CHANNELS,
@@ -398,6 +399,17 @@ SP_PLAN = SequencePlan(
         Split("hidden_states", ("image", "reference"), dim=1),
         Gather(RETURN, "image", dim=1),
     ),
+)
+
+STEP_CACHE = StepCachePlan(
+    blocks=(
+        CachedBlocks(
+            "transformer_blocks",
+            carries=("image_BND", "text_BTD"),
+            per_image=("silu_temb_BD", "mask"),
+        ),
+    ),
+    streams=("image", "reference"),
 )
 
 EntryClass = QwenImageTransformer2DModel

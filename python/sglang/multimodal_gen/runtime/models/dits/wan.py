@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sglang.multimodal_gen.runtime.cache.step_cache_plan import CachedBlocks, StepCachePlan
 from sglang.multimodal_gen.runtime.layers.attention.usp import USPAttention
 from sglang.multimodal_gen.runtime.layers.embeddings import EmbeddingMLP, sinusoid
 from sglang.multimodal_gen.runtime.layers.feed_forward import FeedForward
@@ -395,6 +396,15 @@ SP_PLAN = SequencePlan(
         Split("x_BSD", "video", dim=1, at="blocks.0"),
         Gather(RETURN, "video", dim=1, at="proj_out"),
     ),
+)
+
+STEP_CACHE = StepCachePlan(
+    blocks=(
+        CachedBlocks(
+            "blocks", carries=("x_BSD",), per_image=("text_BTD", "image_BID", "time_proj")
+        ),
+    ),
+    streams=("video",),
 )
 
 EntryClass = WanTransformer3DModel

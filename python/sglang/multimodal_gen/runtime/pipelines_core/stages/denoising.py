@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.pipelines_core.role import RoleType
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
@@ -18,6 +19,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages.denoiser_inputs import 
 )
 from sglang.multimodal_gen.runtime.pipelines_core.stages.experts import Experts
 from sglang.multimodal_gen.runtime.pipelines_core.stages.guidance import ClassifierFreeGuidance
+from sglang.multimodal_gen.runtime.pipelines_core.stages.step_caches import StepCaches
 from sglang.multimodal_gen.runtime.pipelines_core.stages.step_checkpoints import StepCheckpoints
 from sglang.multimodal_gen.runtime.pipelines_core.stages.step_previews import StepPreviews
 from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
@@ -77,6 +79,7 @@ class DenoisingStage(PipelineStage):
             "negative_prompt_embeds",
             "neg_pooled_embeds",
             "image_latent",
+            "step_cache",
         }
     )
 
@@ -88,6 +91,7 @@ class DenoisingStage(PipelineStage):
         previews: StepPreviews | None = None,
         checkpoints: StepCheckpoints | None = None,
         experts: Experts | None = None,
+        step_caches: StepCaches | None = None,
     ) -> None:
         self.transformer = transformer
         self.scheduler = scheduler
@@ -95,6 +99,9 @@ class DenoisingStage(PipelineStage):
         self.checkpoints = StepCheckpoints() if checkpoints is None else checkpoints
         self.guidance = ClassifierFreeGuidance() if guidance is None else guidance
         self.experts = Experts(transformer) if experts is None else experts
+        if step_caches is None:
+            step_caches = StepCaches({self.experts.names[0]: transformer}, ParallelState.single())
+        self.step_caches = step_caches
 
     def forward(self, batch: Req, server_args: ServerArgs) -> Req:
         """Denoises ``batch.latents`` in place of the noise, ready for the VAE."""
@@ -110,7 +117,8 @@ class DenoisingStage(PipelineStage):
         self.experts.begin()
         # What the loop's own draws depend on; a stage whose loop draws declares that it reads them.
         generators = batch.generator if "generator" in (self.reads or ()) else []
-        first, latents = self.checkpoints.begin(batch, scheduler, batch.latents, generators)
+        cache = self.step_caches.begin(batch)
+        first, latents = self.checkpoints.begin(batch, scheduler, batch.latents, generators, cache)
         batch.control.report("denoise", first, total, "denoising")
         for step in range(first, total):
             t = batch.timesteps[step]
@@ -119,12 +127,13 @@ class DenoisingStage(PipelineStage):
             expert = experts[step]
             self.experts.bring(expert)
             prediction = self.guidance.predict(
-                expert.denoiser, config, batch, model_input, t_B, expert.scale
+                expert.denoiser, config, batch, model_input, t_B, expert.scale, cache
             )
             self.previews.show(batch, config, step, latents, prediction)
             latents = scheduler.step(prediction, t, latents, return_dict=False)[0]
-            self.checkpoints.step_done(batch, scheduler, step + 1, latents, generators)
+            self.checkpoints.step_done(batch, scheduler, step + 1, latents, generators, cache)
             batch.control.report("denoise", step + 1, total, "denoising")
+        self.step_caches.end(batch, cache)
         batch.latents = config.post_denoising_loop(latents, batch)
         return batch
 

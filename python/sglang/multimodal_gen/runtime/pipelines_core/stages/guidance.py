@@ -9,6 +9,7 @@ from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
 from sglang.multimodal_gen.runtime.cache.graph_runner import Caller, call_plainly
 from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
+from sglang.multimodal_gen.runtime.pipelines_core.stages.step_caches import StepCacheCalls
 from sglang.multimodal_gen.runtime.utils.errors import PipelineDefinitionError
 
 BRANCHES = 2
@@ -40,9 +41,13 @@ class ClassifierFreeGuidance:
         latent_model_input: Tensor,
         t_B: Tensor,
         scale: float | None = None,
+        cache: StepCacheCalls | None = None,
     ) -> Tensor:
-        """The prediction for one step, like the latents; ``scale`` in place of the batch's."""
-        arguments = (transformer, config, batch, latent_model_input, t_B)
+        """The prediction for one step, like the latents; ``scale`` in place of the batch's.
+
+        ``cache`` calls the denoiser where steps may be skipped.
+        """
+        arguments = (transformer, config, batch, latent_model_input, t_B, cache)
         positive = self._branch(POSITIVE, *arguments)
         if not batch.do_classifier_free_guidance:
             return positive
@@ -57,10 +62,14 @@ class ClassifierFreeGuidance:
         batch: Req,
         latent_model_input: Tensor,
         t_B: Tensor,
+        cache: StepCacheCalls | None,
     ) -> Tensor:
         """One branch's prediction; arguments are prepared for no other."""
         prepare = (config.prepare_pos_cond_kwargs, config.prepare_neg_cond_kwargs)[branch]
-        return self.call(transformer, prepare(batch, latent_model_input, t_B))
+        kwargs = prepare(batch, latent_model_input, t_B)
+        if cache is not None:
+            return cache(transformer, branch, kwargs)
+        return self.call(transformer, kwargs)
 
 
 class ParallelGuidance(ClassifierFreeGuidance):
@@ -92,9 +101,10 @@ class ParallelGuidance(ClassifierFreeGuidance):
         latent_model_input: Tensor,
         t_B: Tensor,
         scale: float | None = None,
+        cache: StepCacheCalls | None = None,
     ) -> Tensor:
         """The prediction for one step, on both ranks."""
-        arguments = (transformer, config, batch, latent_model_input, t_B)
+        arguments = (transformer, config, batch, latent_model_input, t_B, cache)
         if batch.do_classifier_free_guidance:
             own = self._branch(self.group.rank, *arguments)
             positive, negative = self.group.all_gather(own[None])

@@ -113,10 +113,11 @@ def _module(
     source: ModelSource, name: str, library: str, class_name: str, dtype: torch.dtype
 ) -> nn.Module | None:
     """A component by its config, its parameters on meta; None for one that is no network."""
-    cls: Any = library_class(name, library, class_name)
-    folder = str(source.root / name)
-    if not issubclass(cls, nn.Module):
+    found = library_class(name, library, class_name)
+    if not issubclass(found, nn.Module):
         return None
+    cls: Any = found
+    folder = str(source.root / name)
 
     def construct() -> nn.Module:
         if library == "diffusers":

@@ -22,9 +22,9 @@ FINAL = ("completed", "failed", "cancelled")
 
 @contextlib.contextmanager
 def serving(state, *flags) -> Iterator[tuple]:
-    with served(
-        "--state-dir", str(state), "--checkpoint-steps", "5", "--warmup-mode", "off", *flags
-    ) as (process, client):
+    # No line a request: nobody reads them, and on a slow machine the many looks fill the pipe.
+    words = ["--checkpoint-steps", "5", "--warmup-mode", "off", "--request-log", "off"]
+    with served("--state-dir", str(state), *words, *flags) as (process, client):
         until_ready(client)
         yield process, client
 

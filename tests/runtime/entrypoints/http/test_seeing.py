@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import sys
+import threading
 import time
 from functools import partial
 
@@ -159,6 +160,35 @@ def test_lines_as_text_as_json_and_none(start, capfd):
     finally:
         logger.propagate, logger.level = before[:2]
         logger.handlers[:] = before[2]
+
+
+def test_a_reader_that_stalls_stops_nobody_and_lost_lines_are_counted():
+    """A full pipe on standard error once froze the event loop, and the whole server with it."""
+    stalled, written = threading.Event(), []
+
+    class Pipe(logging.Handler):
+        def emit(self, record):
+            assert stalled.wait(20)
+            written.append(record.line)
+
+    log = logging.Logger("stalls")
+    handler = request_log.Unhurried(Pipe(), waiting=2)
+    log.addHandler(handler)
+    begin = time.monotonic()
+    for number in range(50):
+        log.info("", extra={"line": {"number": number}})
+    assert time.monotonic() - begin < 5
+    assert not handler.drain(0.01)
+    stalled.set()
+    assert handler.drain(20)
+    log.info("", extra={"line": {"number": 50}})
+    log.info("", extra={"line": {"number": 51}})
+    assert handler.drain(20)
+    kept = [line["number"] for line in written]
+    assert kept[:2] == [0, 1]
+    assert kept[-2:] == [50, 51]
+    assert written[-2]["dropped"] == 52 - len(kept) > 40
+    assert "dropped" not in written[-1]
 
 
 # Traces.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import queue
 import re
 import secrets
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -22,6 +25,10 @@ logger = logging.getLogger("sglang.requests")
 
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 ERROR_CODE_HEADER = "x-error-code"
+WAITING_LINES = 10_000
+"""Lines that wait for a slow reader of standard error; more are dropped, and counted."""
+END_SECONDS = 1.0
+"""How long a server that ends waits for the reader."""
 
 
 @dataclass(slots=True)
@@ -113,8 +120,62 @@ def start_request_log(form: RequestLog) -> None:
         return
     handler = logging.StreamHandler()
     handler.setFormatter(_Lines(as_json=form == "json"))
-    logger.addHandler(handler)
+    logger.addHandler(Unhurried(handler))
     logger.setLevel(logging.INFO)
+
+
+class Unhurried(logging.Handler):
+    """Writes through another handler, in a thread, so that no caller ever waits for a reader.
+
+    The event loop calls it: a pipe that nobody reads would stop the whole server once it is full.
+    What does not fit among ``waiting`` lines is dropped; the next line that is written says how
+    many (``dropped``).
+    """
+
+    def __init__(self, target: logging.Handler, waiting: int = WAITING_LINES) -> None:
+        super().__init__()
+        self._target = target
+        self._lines: queue.Queue[logging.LogRecord] = queue.Queue(waiting)
+        self._dropped = 0
+        threading.Thread(target=self._write, name="request log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hand a line over; never waits. Calls are one at a time (`logging.Handler.handle`)."""
+        if self._dropped:
+            line: dict[str, Any] = record.line  # type: ignore[attr-defined]
+            record.line = {**line, "dropped": self._dropped}
+        try:
+            self._lines.put_nowait(record)
+        except queue.Full:
+            self._dropped += 1
+        else:
+            self._dropped = 0
+
+    def _write(self) -> None:
+        while True:
+            self._target.handle(self._lines.get())
+            self._lines.task_done()
+
+    def drain(self, seconds: float) -> bool:
+        """Wait for what is handed over to be written, so long at most; whether it is."""
+        deadline = time.monotonic() + seconds
+        while self._lines.unfinished_tasks:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
+
+
+@contextlib.contextmanager
+def requests_logged(form: RequestLog) -> Iterator[None]:
+    """`start_request_log`; at the end, what is left is written as far as somebody reads it."""
+    start_request_log(form)
+    try:
+        yield
+    finally:
+        for handler in logger.handlers:
+            if isinstance(handler, Unhurried):
+                handler.drain(END_SECONDS)
 
 
 class _Lines(logging.Formatter):

@@ -17,7 +17,7 @@ from sglang.multimodal_gen.runtime.entrypoints.http.app import create_app
 from sglang.multimodal_gen.runtime.entrypoints.http.context import Context, webhook_policy
 from sglang.multimodal_gen.runtime.entrypoints.http.listening import address_of
 from sglang.multimodal_gen.runtime.entrypoints.http.opening import open_service
-from sglang.multimodal_gen.runtime.entrypoints.http.request_log import start_request_log
+from sglang.multimodal_gen.runtime.entrypoints.http.request_log import requests_logged
 from sglang.multimodal_gen.runtime.entrypoints.http.tracing import Tracing, open_tracing
 from sglang.multimodal_gen.runtime.managers.lifecycle import Lifecycle
 from sglang.multimodal_gen.runtime.managers.storage.opening import (
@@ -61,8 +61,8 @@ def serve(
         contextlib.closing(listener),
         open_storage(serving) as storage,
         _tracing(serving) as tracing,
+        requests_logged(serving.seeing.request_log),
     ):
-        start_request_log(serving.seeing.request_log)
         webhooks = webhook_sender(serving, storage)
         quiet_clean_up(storage)
         lifecycle = Lifecycle(

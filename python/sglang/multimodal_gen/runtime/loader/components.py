@@ -272,8 +272,11 @@ def _found(
     chosen = {name: _loader(name, key, loaders) for name, key in names.items()}
     _check_weights(chosen, server_args)
     specs = {
-        name: _spec(
-            source, name, key, server_args, chosen[name], default_configs.get(name), parallel
+        name: replace(
+            _spec(
+                source, name, key, server_args, chosen[name], default_configs.get(name), parallel
+            ),
+            stored=stored,
         )
         for name, key in names.items()
     }

@@ -61,9 +61,11 @@ def wish_of(server_args: ServerArgs) -> QuantizationWish | None:
 
 
 def quantize_module(
-    module: nn.Module, wish: QuantizationWish | None, stored: StoredFp8
+    module: nn.Module, wish: QuantizationWish | None, scales: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Make places for eight-bit weights in a denoiser that was built on meta; returns their paths.
+
+    ``scales`` are those that its checkpoint stores, by the names of their weights.
 
     Without a wish they are those that the checkpoint stores so, and inputs are scaled by row. With
     one they are also all others that its patterns leave; ``asked`` patterns hold for stored ones
@@ -72,7 +74,7 @@ def quantize_module(
     Raises:
         InvalidArgument: a pattern that was asked for matches no linear.
     """
-    kept_stored = {path for path in _stored_paths(type(module), stored) if path}
+    kept_stored = {path for path in _stored_paths(type(module), scales) if path}
     if wish is None:
         return quantize_linears(module, Fp8Method("row"), only=kept_stored)
     linears = [path for path, m in module.named_modules() if isinstance(m, nn.Linear)]
@@ -96,7 +98,7 @@ def loaded_bytes(
     ``names`` are the stored tensors by their module names. A matrix is taken for a linear's weight:
     embedding tables, which stay as they are, are few in denoisers.
     """
-    kept_stored = _stored_paths(cls, stored)
+    kept_stored = _stored_paths(cls, stored.scales)
     sizes = {}
     for name, tensor in names.items():
         path, fits = name.removesuffix(_WEIGHT), len(tensor.shape) == 2
@@ -156,7 +158,7 @@ def _is_island(cls: type, path: str) -> bool:
     return rule(path + _WEIGHT) is torch.float32
 
 
-def _stored_paths(cls: type, stored: StoredFp8) -> set[str]:
+def _stored_paths(cls: type, scales: Mapping[str, str]) -> set[str]:
     """The modules whose weights are stored in eight bits with scales."""
     rename = rename_by_table(getattr(cls, "checkpoint_names", None) or {}, cls.__name__)
-    return {rename(name).removesuffix(_WEIGHT) for name in stored.scales}
+    return {rename(name).removesuffix(_WEIGHT) for name in scales}

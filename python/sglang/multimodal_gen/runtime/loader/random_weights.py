@@ -10,6 +10,11 @@ from torch import nn
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.layers.products import pack_linears
+from sglang.multimodal_gen.runtime.layers.quantization.fp8 import (
+    is_scale,
+    quantized_parameters,
+    quantizer_of,
+)
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import ComponentLoader
 from sglang.multimodal_gen.runtime.loader.components import outline_components
 from sglang.multimodal_gen.runtime.loader.model_source import ModelSource
@@ -55,13 +60,20 @@ def fill(module: nn.Module, device: torch.device, seed: int = 0) -> None:
         for name, old in list(owner._parameters.items()):
             if old is None:
                 continue
+            if is_scale(old):
+                continue  # made with its weight
+            method = quantizer_of(old)
             if id(old) not in made:  # ties stay ties
-                value = torch.empty(old.shape, dtype=old.dtype, device=device)
+                dtype = torch.bfloat16 if method is not None else old.dtype
+                value = torch.empty(old.shape, dtype=dtype, device=device)
                 is_norm = old.ndim == 1 and name.endswith("weight")
                 value.normal_(1.0 if is_norm else 0.0, DEVIATION, generator=generator)
                 made[id(old)] = nn.Parameter(value, requires_grad=False)
                 vars(made[id(old)]).update(vars(old))
             owner._parameters[name] = made[id(old)]
+            if method is not None:
+                quantized = quantized_parameters(made[id(old)], method)
+                owner._parameters[name], owner._parameters[f"{name}_scale"] = quantized
         for name, buffer in list(owner._buffers.items()):
             if buffer is not None:
                 owner._buffers[name] = buffer.to(device)

@@ -62,15 +62,16 @@ def their_side(
 ) -> Side:
     """The Diffusers library's pipeline on the same folder.
 
-    Only what it has a notion of is handed on: the model, the device, the precision.
+    Only what it has a notion of is handed on: the model, the device, the precision. It is the same
+    yardstick for ours in eight bits.
 
     Raises:
         UserError, CheckpointError: it cannot run this model.
     """
-    asked = ServerArgs(
-        model=dataclasses.replace(server_args.model, backend="diffusers"),
-        platform=server_args.platform,
+    theirs = dataclasses.replace(
+        server_args.model, backend="diffusers", quantization=None, quantization_ignored_layers=()
     )
+    asked = ServerArgs(model=theirs, platform=server_args.platform)
     model = ModelDescription.find(resolve(asked, device_facts()).args)
     given = {"pipeline": _library_pipeline(model)} if random_weights else None
     if given is None:

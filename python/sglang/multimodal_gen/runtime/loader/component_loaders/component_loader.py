@@ -68,7 +68,7 @@ class ComponentSpec:
     stands for its ``config.json`` where there is none. ``parallel`` is this rank's place: which
     slices it holds. ``is_denoiser``: it is one, by its name or by that of ``model_index.json``.
     ``home`` takes its weights where they do not simply go to the device; ``quantization`` is what
-    was asked for a denoiser's.
+    was asked for a denoiser's. Without ``stored`` there are no files of weights to look at.
     """
 
     name: str
@@ -83,6 +83,7 @@ class ComponentSpec:
     is_denoiser: bool = False
     home: WeightHome | None = None
     quantization: QuantizationWish | None = None
+    stored: bool = True
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -207,10 +208,10 @@ class NeuralComponentLoader(ComponentLoader):
         Raises:
             InvalidArgument: it cannot be on this device, or beside what else is asked for.
         """
-        stored = sort_stored(spec.checkpoint, spec.name)
-        if not spec.is_denoiser or not (stored.scales or spec.quantization):
+        scales = sort_stored(spec.checkpoint, spec.name).scales if spec.stored else {}
+        if not spec.is_denoiser or not (scales or spec.quantization):
             return
-        paths = quantize_module(module, spec.quantization, stored)
+        paths = quantize_module(module, spec.quantization, scales)
         if paths and spec.home is not None and not isinstance(spec.home, HostHome):
             problem = f"the weights of {spec.name} are held in eight bits, which are not spread"
             raise InvalidArgument("use_fsdp_inference", True, f"{problem} over ranks; leave it out")

@@ -258,9 +258,12 @@ class Crew:
         deadline = time.monotonic() + (_LAST_WORDS_SECONDS if self._nodes else 0.0)
         while (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
-                message = self._inbox.get(timeout=left)[2]
+                kind, number, message = self._inbox.get(timeout=left)
                 if isinstance(message, RankLeft) and message.rank == rank:
                     return message.how, message.output
+                if isinstance(message, _Lost) and kind == "node":
+                    self._lost(kind, number)  # its rank went with it, and was heard of first
+                    break
         return "ended, or cannot be reached", ""
 
     def _left(self, rank: int, how: str, words: str) -> WorkerDied:

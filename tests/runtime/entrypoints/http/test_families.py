@@ -15,7 +15,7 @@ from PIL import Image
 
 from runtime.entrypoints.http.conftest import FLAGS, Live, picture, running
 from runtime.entrypoints.http.test_videos import content, frames_of
-from runtime.entrypoints.http.video_server import alike, describe, until
+from runtime.entrypoints.http.video_server import describe, until
 from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import DiffGenerator
 from sglang.multimodal_gen.runtime.entrypoints.http.opening import service_of
 from sglang.multimodal_gen.runtime.managers.worker import Worker
@@ -74,11 +74,12 @@ def test_wan_makes_videos(tmp_path, image):
             generator.generate(width=64, height=48, **settings | {"seed": seed}).videos[0]
             for seed in (3, 4)
         )
-    # The same lossy codec stands at both doors.
+    # The frames were equal to the bit in each of 24 runs that looked; x264 gives other bytes of
+    # the same frames now and then.
     near, far = (frames_of(encode_video(each.frames, each.fps)) for each in (expected, other))
     assert clip.shape == (5, 48, 64, 3)
-    assert np.array_equal(clip, near)
-    assert not alike(clip, far)
+    near, far = (np.abs(clip.astype(int) - each).mean() for each in (near, far))
+    assert near < 2 < 4 < far
 
 
 def test_qwen_image_makes_pictures(tmp_path):

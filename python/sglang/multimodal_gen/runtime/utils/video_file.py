@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +47,7 @@ _ENCODERS = ("libx264", "libopenh264")  # wheels bring one or the other
 _CRF = "16"  # x264's constant quality: over 40 dB on smooth frames, no visible artefact at 1:1
 _OPENH264_BITS_PER_PIXEL = 0.4  # it has no constant quality; as large as x264's files at _CRF
 _BT709, _LIMITED = 1, 1  # FFmpeg's AVCOL_SPC_, AVCOL_PRI_ and AVCOL_TRC_BT709; AVCOL_RANGE_MPEG
-# Several threads of x264 gave other bytes now and then (1 of 400 encodings of one clip on two quiet
-# cores, 1 of 3 on busy ones); one takes 2.5 s in place of 1.4 for 41 frames of 480 x 832 there.
-_THREADS = 1
+_MOST_THREADS = 8
 # The index goes before the pictures, into room that is reserved first: so many bytes, and for each
 # frame its size, times and place. What is left over stays as padding.
 _INDEX_BYTES, _INDEX_BYTES_PER_FRAME = 8192, 64
@@ -245,7 +244,7 @@ def _set_up(stream: Any, width: int, height: int, fps: int) -> None:
     codec.colorspace = codec.color_primaries = codec.color_trc = _BT709
     codec.color_range = _LIMITED
     codec.gop_size = 2 * fps  # a player can jump to every other second
-    codec.thread_count = _THREADS
+    codec.thread_count = min(_MOST_THREADS, os.cpu_count() or 1)
     if codec.name == "libx264":
         codec.options = {"crf": _CRF, "preset": "medium"}
     else:

@@ -49,8 +49,8 @@ def write_checkpoint(
     """Writes the whole model folder; returns its size in bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizers(folder, *load_tokenizers(tokenizers))
-    _write_json(folder / "model_index.json", MODEL_INDEX)
-    _write_json(
+    write_json(folder / "model_index.json", MODEL_INDEX)
+    write_json(
         folder / "sampling_params.json",
         {
             "height": CANVAS,
@@ -75,18 +75,18 @@ def write_checkpoint(
         (folder / name).mkdir(exist_ok=True)
         config = getattr(model, name).config.to_diff_dict()
         config |= {"architectures": [MODEL_INDEX[name][1]], "dtype": "bfloat16"}
-        _write_json(folder / name / "config.json", config)
-        _write_weights(folder / name / "model.safetensors", weights)
+        write_json(folder / name / "config.json", config)
+        write_weights(folder / name / "model.safetensors", weights)
 
     (folder / "transformer").mkdir(exist_ok=True)
-    _write_json(
+    write_json(
         folder / "transformer" / "config.json",
         {"_class_name": "FluxTransformer2DModel", "_diffusers_version": "0.42.1"}
         | transformer_config(model.sizes),
     )
-    _write_weights(folder / "transformer" / DIFFUSERS_WEIGHTS, model.transformer.state_dict())
+    write_weights(folder / "transformer" / DIFFUSERS_WEIGHTS, model.transformer.state_dict())
     vae.save_config(folder / "vae")
-    _write_weights(folder / "vae" / DIFFUSERS_WEIGHTS, vae.state_dict())
+    write_weights(folder / "vae" / DIFFUSERS_WEIGHTS, vae.state_dict())
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
@@ -129,12 +129,14 @@ def read_vae(folder: Path, vae: AutoencoderKL) -> None:
     )
 
 
-def _write_weights(file: Path, weights: dict[str, Tensor]) -> None:
+def write_weights(file: Path, weights: dict[str, Tensor]) -> None:
+    """Tensors as bf16, in one safetensors file."""
     stored = {
         name: w.detach().to("cpu", torch.bfloat16).contiguous() for name, w in weights.items()
     }
     save_file(stored, file, metadata=WEIGHTS_METADATA)
 
 
-def _write_json(file: Path, content: Mapping[str, object]) -> None:
+def write_json(file: Path, content: Mapping[str, object]) -> None:
+    """A JSON file for people: indented, sorted."""
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -9,7 +9,9 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -47,13 +49,13 @@ def evaluate(
     return Score(np.stack(pictures), texts, faults)
 
 
-def report(result: Score, seconds: float) -> str:
-    """What a person reads: the count, the sorts of faults, the first wrong pictures."""
+def report(result: Score, seconds: float, forms: Mapping[str, str] = MappingProxyType({})) -> str:
+    """What a person reads: the count, by ``forms``, the sorts of faults, what is wrong."""
     total = len(result.prompts)
     lines = [
         f"right: {result.right}/{total} ({100 * result.right / total:.1f}%) in {seconds:.0f} s"
     ]
-    lines += [f"  {form:14} {share}" for form, share in result.by_form().items()]
+    lines += [f"  {form:14} {share}" for form, share in forms.items()]
     for sort, count in sorted(result.table().items(), key=lambda item: -item[1]):
         lines.append(f"  {sort:12} {count}")
     for prompt, faults in zip(result.prompts, result.faults, strict=True):
@@ -92,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         default_step_cache=args.step_cache,
         default_step_cache_threshold=args.step_cache_threshold,
     )
-    print(report(result, time.monotonic() - begin))
+    print(report(result, time.monotonic() - begin, result.by_form()))
     if args.sheet is not None:
         contact_sheet(result).save(args.sheet)
     if args.json is not None:

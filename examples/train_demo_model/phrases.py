@@ -63,7 +63,7 @@ def say(scene: Scene, rng: random.Random) -> str:
     if scene.background != DEFAULT_BACKGROUND or rng.random() < 0.5:
         colour = _colour(scene.background, rng)
         words_of = rng.choice(BACKGROUND_WORDS)
-        text += " " + words_of.format(article=_article(colour), colour=colour)
+        text += " " + words_of.format(article=article_of(colour), colour=colour)
     if rng.random() < 0.12:
         text = text[0].upper() + text[1:] + "."
     return text
@@ -118,13 +118,14 @@ def _say_shape(shape: Shape, rng: random.Random) -> str:
     if shape.size:
         words.insert(0, rng.choice(SIZE_WORDS[shape.size]))
     text = " ".join(words)
-    text = f"{_article(text)} {text}"
+    text = f"{article_of(text)} {text}"
     if shape.position:
         text += " " + rng.choice(POSITION_WORDS[shape.position])
     return text
 
 
-def _article(text: str) -> str:
+def article_of(text: str) -> str:
+    """Its indefinite article."""
     return "an" if text[0] in "aeiou" else "a"
 
 

@@ -85,8 +85,13 @@ class Scene:
 
     def held_out(self) -> bool:
         """True for scenes that training never sees: 1 in 20, by a hash of the canonical text."""
-        digest = hashlib.sha256(self.canonical().encode()).digest()
-        return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
+        return is_held_out(self.canonical())
+
+
+def is_held_out(canonical: str) -> bool:
+    """True for one text in :data:`HELD_OUT_ONE_IN`, by its hash."""
+    digest = hashlib.sha256(canonical.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
 
 FORMS = (

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 from transformers import UMT5EncoderModel
 
+from examples.train_demo_model.checkpoint import (
+    DIFFUSERS_WEIGHTS,
+    write_json,
+    write_weights,
+)
+from examples.train_demo_model.sampling import Settings
 from examples.train_demo_video.models import (
     TEXT_LENGTH,
     DemoVideoModel,
     transformer_config,
 )
-from examples.train_demo_video.sampling import Settings
 from examples.train_demo_video.tracks import CANVAS, FRAMES
 from examples.train_demo_video.vocabulary import load_tokenizer
 
@@ -32,7 +35,6 @@ MODEL_INDEX = {
     "transformer": ["diffusers", "WanTransformer3DModel"],
     "vae": ["diffusers", "AutoencoderKLWan"],
 }
-DIFFUSERS_WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def write_checkpoint(
@@ -45,8 +47,8 @@ def write_checkpoint(
     """Write the whole model folder; returns its size in bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     load_tokenizer(tokenizers).save_pretrained(folder / "tokenizer")
-    _write_json(folder / "model_index.json", MODEL_INDEX)
-    _write_json(
+    write_json(folder / "model_index.json", MODEL_INDEX)
+    write_json(
         folder / "sampling_params.json",
         {
             "height": CANVAS,
@@ -68,14 +70,14 @@ def write_checkpoint(
     weights.pop("encoder.embed_tokens.weight", None)  # is shared.weight
     config = model.text_encoder.config.to_diff_dict()
     config |= {"architectures": ["UMT5EncoderModel"], "dtype": "bfloat16"}
-    _write_json(_folder(folder, "text_encoder") / "config.json", config)
-    _write_weights(folder / "text_encoder" / "model.safetensors", weights)
+    write_json(_folder(folder, "text_encoder") / "config.json", config)
+    write_weights(folder / "text_encoder" / "model.safetensors", weights)
     named = {"_class_name": "WanTransformer3DModel", "_diffusers_version": "0.42.1"}
     config = named | transformer_config(model.sizes)
-    _write_json(_folder(folder, "transformer") / "config.json", config)
-    _write_weights(folder / "transformer" / DIFFUSERS_WEIGHTS, model.transformer.state_dict())
+    write_json(_folder(folder, "transformer") / "config.json", config)
+    write_weights(folder / "transformer" / DIFFUSERS_WEIGHTS, model.transformer.state_dict())
     vae.save_config(folder / "vae")
-    _write_weights(folder / "vae" / DIFFUSERS_WEIGHTS, vae.state_dict())
+    write_weights(folder / "vae" / DIFFUSERS_WEIGHTS, vae.state_dict())
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
@@ -92,12 +94,3 @@ def read_weights(folder: Path, model: DemoVideoModel, vae: AutoencoderKLWan) -> 
 def _folder(folder: Path, name: str) -> Path:
     (folder / name).mkdir(exist_ok=True)
     return folder / name
-
-
-def _write_weights(file: Path, weights: dict[str, Tensor]) -> None:
-    stored = {k: w.detach().to("cpu", torch.bfloat16).contiguous() for k, w in weights.items()}
-    save_file(stored, file, metadata={"format": "pt"})
-
-
-def _write_json(file: Path, content: Mapping[str, object]) -> None:
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -6,7 +6,6 @@ are those of the pictures' trainer.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from dataclasses import dataclass
 
@@ -14,13 +13,14 @@ from examples.train_demo_model.phrases import (
     BACKGROUND_WORDS,
     COLOUR_WORDS,
     SIZE_WORDS,
+    article_of,
 )
 from examples.train_demo_model.scenes import (
     DEFAULT_BACKGROUND,
-    HELD_OUT_ONE_IN,
     KINDS,
     PALETTE,
     SIZES,
+    is_held_out,
 )
 
 MOTION_WORDS = {
@@ -56,8 +56,7 @@ class Clip:
 
     def held_out(self) -> bool:
         """True for clips that training never sees: 1 in 20, by a hash of the canonical text."""
-        digest = hashlib.sha256(self.canonical().encode()).digest()
-        return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
+        return is_held_out(self.canonical())
 
 
 def draw_clip(rng: random.Random) -> Clip:
@@ -97,12 +96,12 @@ def say(clip: Clip, rng: random.Random) -> str:
     size = rng.choice(SIZE_WORDS[clip.size]) if clip.size else ""
     shape = " ".join(filter(None, (size, colour, clip.kind)))
     text = (
-        f"{rng.choice(PREFIXES)}{_article(shape)} {shape} {rng.choice(MOTION_WORDS[clip.motion])}"
+        f"{rng.choice(PREFIXES)}{article_of(shape)} {shape} {rng.choice(MOTION_WORDS[clip.motion])}"
     )
     if clip.background != DEFAULT_BACKGROUND or rng.random() < 0.5:
         ground = rng.choice(COLOUR_WORDS.get(clip.background, (clip.background,)))
         words = rng.choice(BACKGROUND_WORDS)
-        text += " " + words.format(article=_article(ground), colour=ground)
+        text += " " + words.format(article=article_of(ground), colour=ground)
     return text
 
 
@@ -113,7 +112,3 @@ def corpus() -> list[str]:
         phrases += [phrase for choices in table.values() for phrase in choices]
     phrases += [text.replace("{article}", "").replace("{colour}", "") for text in BACKGROUND_WORDS]
     return sorted(set(" ".join(phrases).split()))
-
-
-def _article(text: str) -> str:
-    return "an" if text[0] in "aeiou" else "a"

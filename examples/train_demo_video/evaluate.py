@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from examples.train_demo_model.evaluate import report
+from examples.train_demo_model.sampling import Score
 from examples.train_demo_video.clips import held_out_prompts
 from examples.train_demo_video.grade import grade
-from examples.train_demo_video.sampling import Score, contact_sheet
+from examples.train_demo_video.sampling import contact_sheet
 from sglang.multimodal_gen import DiffGenerator
 
 
@@ -39,21 +41,6 @@ def evaluate(
             print(f"{len(made)}/{prompts}", end="\r", file=sys.stderr, flush=True)
     faults = [grade(clip, wanted) for clip, wanted in zip(made, asked, strict=True)]
     return Score(np.stack(made), texts, faults)
-
-
-def report(result: Score, seconds: float) -> str:
-    """What a person reads: the count, the sorts of faults, the wrong clips."""
-    total = len(result.prompts)
-    lines = [
-        f"right: {result.right}/{total} ({100 * result.right / total:.1f}%) in {seconds:.0f} s"
-    ]
-    for sort, count in sorted(result.table().items(), key=lambda item: -item[1]):
-        lines.append(f"  {sort:12} {count}")
-    for prompt, faults in zip(result.prompts, result.faults, strict=True):
-        if faults:
-            details = "; ".join(f"{fault.sort}: {fault.detail}" for fault in faults)
-            lines.append(f"  - {prompt}\n      {details}")
-    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -156,11 +156,6 @@ def move(module: nn.Module, device: torch.device | str, dtype: torch.dtype | Non
     module.to(device, dtype)
 
 
-def count_parameters(module: nn.Module) -> int:
-    """Number of parameters, shared ones once."""
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def _moments(vae: AutoencoderKLWan, like: Tensor) -> tuple[Tensor, Tensor]:
     names = ("latents_mean", "latents_std")
     mean, std = (like.new_tensor(vae.config[name]).view(1, -1, 1, 1, 1) for name in names)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from transformers import T5Tokenizer
 
-from examples.train_demo_model.grade import Fault
+from examples.train_demo_model.sampling import Score, Settings, sigmas
 from examples.train_demo_video.clips import held_out_prompts
 from examples.train_demo_video.grade import grade
 from examples.train_demo_video.models import LATENT_SHAPE, DemoVideoModel, decode
@@ -23,41 +21,6 @@ from examples.train_demo_video.vocabulary import encode_prompts
 BATCH = 128
 SHOWN = 5
 """Frames of a clip on the contact sheet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How to sample."""
-
-    guidance: float = 3.0
-    shift: float = 3.0
-    steps: int = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """What the grader says of a set of clips."""
-
-    clips: np.ndarray
-    """uint8 [N, F, 64, 64, 3]."""
-    prompts: list[str]
-    faults: list[list[Fault]]
-
-    @property
-    def right(self) -> int:
-        """Number of clips without a fault."""
-        return sum(not faults for faults in self.faults)
-
-    def table(self) -> dict[str, int]:
-        """How many clips have each sort of fault."""
-        return dict(Counter(sort for faults in self.faults for sort in {f.sort for f in faults}))
-
-
-def sigmas(settings: Settings) -> list[float]:
-    """Noise levels of a static shift, the final 0 included."""
-    plain = np.linspace(1.0, 1.0 / settings.steps, settings.steps)
-    shifted = settings.shift * plain / (1 + (settings.shift - 1) * plain)
-    return [*shifted.tolist(), 0.0]
 
 
 @torch.no_grad()
@@ -112,8 +75,8 @@ def contact_sheet(result: Score, *, columns: int = 3, limit: int = 60) -> Image.
     draw = ImageDraw.Draw(sheet)
     for place, i in enumerate(order):
         x, y = place % columns * width, place // columns * height
-        chosen = np.linspace(0, result.clips.shape[1] - 1, SHOWN).round().astype(int)
-        strip = np.concatenate(list(result.clips[i][chosen]), axis=1)
+        chosen = np.linspace(0, result.pictures.shape[1] - 1, SHOWN).round().astype(int)
+        strip = np.concatenate(list(result.pictures[i][chosen]), axis=1)
         colour = "red" if result.faults[i] else "green"
         draw.rectangle((x + 1, y + 1, x + width - 4, y + CANVAS + 6), outline=colour, width=3)
         sheet.paste(Image.fromarray(strip), (x + 4, y + 4))

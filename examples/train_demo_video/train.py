@@ -22,7 +22,9 @@ from examples.train_demo_model.checkpoint import pack_folder, unpack_archive
 from examples.train_demo_model.clock import Clock, Log
 from examples.train_demo_model.dit import DIT_SCHEDULE, TEXT_SCHEDULE, train_stage
 from examples.train_demo_model.engine import CPU_MODES, GPU_MODES, Engine, Mode, Schedule
+from examples.train_demo_model.models import count_parameters
 from examples.train_demo_model.render import palette_on
+from examples.train_demo_model.sampling import Score, Settings
 from examples.train_demo_video.checkpoint import LIMIT_BYTES, read_weights, write_checkpoint
 from examples.train_demo_video.clips import held_out_prompts
 from examples.train_demo_video.grade import grade
@@ -44,12 +46,11 @@ from examples.train_demo_video.models import (
     TOY,
     DemoVideoModel,
     build_vae,
-    count_parameters,
     decode,
     encode_clips,
     move,
 )
-from examples.train_demo_video.sampling import Score, Settings, contact_sheet, score
+from examples.train_demo_video.sampling import contact_sheet, score
 from examples.train_demo_video.tracks import draw_tracks, render, to_device, to_uint8
 from examples.train_demo_video.vocabulary import build_tokenizer, encode_prompts, load_tokenizer
 

@@ -69,7 +69,7 @@ def test_the_demo_picture_is_what_its_prompt_says(tmp_path):
 def test_nine_of_ten_held_out_prompts_are_drawn_as_asked():
     begin = time.monotonic()
     result = evaluate("demo", prompts=200, steps=20, seed=0, batch=8, device="cpu")
-    assert result.right >= 180, report(result, time.monotonic() - begin)
+    assert result.right >= 180, report(result, time.monotonic() - begin, result.by_form())
 
 
 @pytest.mark.slow

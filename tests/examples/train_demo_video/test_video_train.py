@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from examples.train_demo_model.checkpoint import unpack_archive
+from examples.train_demo_model.models import count_parameters
 from examples.train_demo_video.lessons import Pupil
 from examples.train_demo_video.models import (
     FULL,
@@ -16,7 +17,6 @@ from examples.train_demo_video.models import (
     TOY,
     DemoVideoModel,
     build_vae,
-    count_parameters,
 )
 from examples.train_demo_video.train import main
 from examples.train_demo_video.vocabulary import build_tokenizer, encode_prompts

@@ -17,7 +17,7 @@ from sglang.multimodal_gen.runtime.memory.layerwise import LayerwiseOffloadableM
 
 _LANGUAGE, _VISION = "model.language_model.layers.*.", "model.visual.blocks.*."
 
-_TEXT_PLAN = {
+TEXT_PLAN = {
     "model.language_model.embed_tokens": Vocab(),
     _LANGUAGE + "self_attn.q_proj": Column(heads="num_attention_heads"),
     _LANGUAGE + "self_attn.[kv]_proj": Column(heads="num_key_value_heads"),
@@ -28,28 +28,47 @@ _TEXT_PLAN = {
 }
 
 
-class SeesPictures:
-    """What Qwen's models of text and pictures have in common, put before the library's class."""
+class SeesPictures(LayerwiseOffloadableModuleMixin):
+    """What Qwen's models of text and pictures have in common, put before the library's class: the
+    vision tower and the language model, without the head that predicts words."""
 
+    layer_names = ["model.language_model.layers", "model.visual.blocks"]
+    layerwise_offload_dit_group_enabled = False
+    _tied_weights_keys = None
     config: Any
     model: Any
+    lm_head: Any
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # pyright: ignore[reportCallIssue]  # the library's, which follows
+        del self.lm_head
+        # Where the tables of the files look for them.
+        self.num_attention_heads: int = config.text_config.num_attention_heads
+        self.num_key_value_heads: int = config.text_config.num_key_value_heads
+        self.vision_heads: int = config.vision_config.num_heads
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: the library's table of old parameter names holds for it."""
+        return False
 
     def see(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Any:
         """What the vision tower makes of pictures, for any number of texts about them."""
         return self.model.get_image_features(pixel_values, image_grid_thw, return_dict=True)
 
-    def read(
+    def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor | None,
-        pixel_values: Tensor | None,
-        image_grid_thw: Tensor | None,
-        seen: Any,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        seen: Any = None,
     ) -> BaseModelOutput:
         """What the language model says of texts and pictures, [B, T, D].
 
-        Tokens of pictures stand at 3-D positions (M-RoPE), as in training; the library makes them
-        only where it is told which tokens those are, and without a word counts up otherwise.
+        Pictures are given as ``pixel_values``, or as what :meth:`see` made of them. Their tokens
+        stand at 3-D positions (M-RoPE), as in training; the library makes them only where it is
+        told which tokens those are, and without a word counts up otherwise.
         """
         pictures = (input_ids == self.config.image_token_id).to(torch.int32)
         output = self.model(
@@ -64,49 +83,19 @@ class SeesPictures:
         return BaseModelOutput(last_hidden_state=output.last_hidden_state)
 
 
-class Qwen2_5_VLForConditionalGeneration(
-    SeesPictures, transformers.Qwen2_5_VLForConditionalGeneration, LayerwiseOffloadableModuleMixin
+class Qwen2_5_VLForConditionalGeneration(  # pyright: ignore[reportIncompatibleMethodOverride]
+    SeesPictures, transformers.Qwen2_5_VLForConditionalGeneration
 ):
-    """The vision tower and the language model, without the head that predicts words."""
+    """Says the hidden states after the last norm."""
 
-    layer_names = ["model.language_model.layers", "model.visual.blocks"]
-    layerwise_offload_dit_group_enabled = False
-    _tied_weights_keys = None
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        del self.lm_head
-        # Where the table below looks for them.
-        self.num_attention_heads: int = config.text_config.num_attention_heads
-        self.num_key_value_heads: int = config.text_config.num_key_value_heads
-        self.vision_heads: int = config.vision_config.num_heads
-
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        """No: the library's table of old parameter names holds for it."""
-        return False
-
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        pixel_values: Tensor | None = None,
-        image_grid_thw: Tensor | None = None,
-        seen: Any = None,
-    ) -> BaseModelOutput:
-        """Hidden states after the last norm, [B, T, D].
-
-        Pictures are given as ``pixel_values``, or as what :meth:`see` made of them.
-        """
-        return self.read(input_ids, attention_mask, pixel_values, image_grid_thw, seen)
 
 
 class Qwen2_5_VLTextEncoder(Qwen2_5_VLForConditionalGeneration):
     """The same without the vision tower, for pipelines that show it no picture: 0.68 of 7.75 B
     parameters, 1.35 GB in bf16, that would be loaded and never run."""
 
-    TP_PLAN = _TEXT_PLAN
+    TP_PLAN = TEXT_PLAN
     layer_names = ["model.language_model.layers"]
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\.", r"^model\.visual\."]
 
@@ -116,7 +105,7 @@ class Qwen2_5_VLTextEncoder(Qwen2_5_VLForConditionalGeneration):
 
 
 TP_PLAN = {
-    **_TEXT_PLAN,
+    **TEXT_PLAN,
     _VISION + "attn.qkv": Column(heads="vision_heads", blocks=(1, 1, 1)),
     _VISION + "attn": Divided("num_heads"),
     _VISION + "attn.proj": Row(),

@@ -19,6 +19,11 @@ from torch import Tensor, nn
 from flux_floor import Workload
 from sglang.multimodal_gen.configs.pipeline_configs.flux import FluxPipelineConfig
 from sglang.multimodal_gen.configs.sample.flux import FluxSamplingParams
+from sglang.multimodal_gen.runtime.cache.compiled_blocks import (
+    CompileCounters,
+    CompiledBlocks,
+    keep_compiled_code,
+)
 from sglang.multimodal_gen.runtime.cache.cuda_graphs import CudaGraphs
 from sglang.multimodal_gen.runtime.cache.graph_runner import GraphRunner
 from sglang.multimodal_gen.runtime.distributed.group import Group
@@ -139,6 +144,13 @@ class RuntimeSide:
             self.graphs = GraphRunner(CudaGraphs(device, groups))
             self.guidance.call = self.graphs
 
+    def use_compiled_blocks(self, mode: str = "default") -> CompileCounters:
+        """Compile from now on, as `--enable-torch-compile` does; returns what counts it."""
+        keep_compiled_code()
+        compiled = CompiledBlocks(mode)
+        compiled.add(self.transformer)
+        return compiled.counters
+
     def graph_facts(self) -> dict[str, float]:
         """What the recordings did and took; empty without any."""
         if self.graphs is None:
@@ -216,16 +228,23 @@ def make_sides(
     return DiffusersSide(reference, work, embeddings), RuntimeSide(ours, work, embeddings)
 
 
-def quantized_side(side: RuntimeSide, name: str) -> RuntimeSide:
-    """A side on the same weights as the loader holds them under ``--quantization NAME``."""
+def same_weights(side: RuntimeSide) -> RuntimeSide:
+    """A side with modules of its own, on the same tensors."""
     with torch.device("meta"):
         model = FluxTransformer2DModel(**side.work.config).eval()
     model.load_state_dict(side.transformer.state_dict(), assign=True)
     model.requires_grad_(False)
+    return RuntimeSide(model, side.work, side.embeddings)
+
+
+def quantized_side(side: RuntimeSide, name: str) -> RuntimeSide:
+    """A side on the same weights as the loader holds them under ``--quantization NAME``."""
+    quantized = same_weights(side)
+    model = quantized.transformer
     quantize_linears(model, METHODS[name], ignored=FluxPipelineConfig().quantization_ignored_layers)
     if side.embeddings.prompt.is_cuda:
         pack_linears(model)
-    return RuntimeSide(model, side.work, side.embeddings)
+    return quantized
 
 
 def first_prediction(side: Side) -> Tensor:

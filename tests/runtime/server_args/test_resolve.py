@@ -47,3 +47,23 @@ def test_resolving_again_changes_and_says_nothing(facts):
 def test_a_gpu_that_is_not_there_is_refused():
     with pytest.raises(InvalidArgument, match=r"^device='cuda': no usable CUDA GPU.*--device cpu"):
         resolve(ServerArgs.from_flat(device="cuda"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"quantization": "fp8"}, "--quantization"),
+        ({"num_gpus": 2, "use_fsdp_inference": True}, "--use-fsdp-inference"),
+        ({"num_gpus": 2, "tp_size": 2}, "--tp-size"),
+        ({"num_gpus": 2, "ulysses_degree": 2}, "--ulysses-degree"),
+        ({"backend": "diffusers"}, "backend=diffusers"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_before_a_model_is_looked_for(said, words):
+    with pytest.raises(InvalidArgument, match=words):
+        resolve(ServerArgs.from_flat(enable_torch_compile=True, **said), GPU)
+
+
+def test_a_mode_of_compiling_needs_compiling():
+    with pytest.raises(InvalidArgument, match="no effect without --enable-torch-compile"):
+        ServerArgs.from_flat(torch_compile_mode="max-autotune-no-cudagraphs")

@@ -25,6 +25,11 @@ from sglang.multimodal_gen.runtime.layers.linear import (
     RowParallelLinear,
 )
 from sglang.multimodal_gen.runtime.layers.ops import norm_modulate as norm
+from sglang.multimodal_gen.runtime.layers.ops.joined_products import (
+    concat_product,
+    joint_products,
+    shared_product,
+)
 from sglang.multimodal_gen.runtime.layers.quantization.fp8 import (
     Fp8Method,
     PendingInput,
@@ -39,7 +44,9 @@ def parallel_linears(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     """Each linear of ``x``: one product where `pack_linears` made the weights neighbours."""
     if any(method_of(linear) is not None for linear in linears):
         return _quantized_products(x, linears)
-    packed = None if torch.compiler.is_compiling() else _packed(linears)
+    if torch.compiler.is_compiling():
+        return _compiled_products(x, linears)
+    packed = _packed(linears)
     if packed is None:
         return tuple(linear(x) for linear in linears)
     weight, bias = packed
@@ -55,9 +62,11 @@ def joint_parallel_linears(
     whoever joins the streams (`qk_norm.norm_rotate_join`) finds them joined.
     """
     first = streams[0][0]
+    can = _mergeable(first) and not torch.is_grad_enabled()  # out= knows no gradients
+    if torch.compiler.is_compiling():
+        return _compiled_streams(streams, can)
     if (quantized := _quantized_streams(streams)) is not None:
         return quantized
-    can = _mergeable(first) and not torch.is_grad_enabled()  # out= knows no gradients
     packed = [_packed(linears) for _, linears in streams] if can else []
     weights = [pair[0] for pair in packed if pair is not None and pair[1] is not None]
     if len(weights) < len(streams) or first.shape[0] != 1 or len({len(w) for w in weights}) > 1:
@@ -82,7 +91,8 @@ def gelu_linear(x: Tensor, linear: nn.Module, into: nn.Module | None = None) -> 
     """
     if reads_rows(into):
         return PendingInput(linear(x), gelu=True)  # type: ignore[return-value]
-    if not _is_local(linear) or linear.bias is None or not _mergeable(x):
+    alone = torch.compiler.is_compiling()  # which fuses the GELU with what comes after it
+    if alone or not _is_local(linear) or linear.bias is None or not _mergeable(x):
         return F.gelu(linear(x), approximate="tanh")
     flat = x.reshape(-1, x.shape[-1])
     out = torch._addmm_activation(linear.bias, flat, linear.weight.t(), use_gelu=True)
@@ -105,6 +115,10 @@ def concat_linear(parts: Sequence[Tensor], linear: nn.Module) -> Tensor:
     plain = linear if _is_plain(linear) else row
     if plain is None or plain.bias is None or not _mergeable(parts[0]):
         return linear(torch.cat(tuple(parts), dim=-1))
+    if torch.compiler.is_compiling():
+        if row is not None:
+            return linear(torch.cat(tuple(parts), dim=-1))
+        return concat_product(list(parts), plain.weight, plain.bias)
     weights = plain.weight.split([part.shape[-1] for part in parts], dim=1)
     flat = [part.reshape(-1, part.shape[-1]) for part in parts]
     if row is not None and not row.group.is_first:  # one rank adds the bias, in its product
@@ -202,6 +216,36 @@ def _quantized_streams(
     )
 
 
+def _compiled_products(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """`parallel_linears` while torch compiles: an operator asks where the weights lie."""
+    plain = [linear for linear in linears if _is_local(linear)]
+    biases: list[Tensor] = [linear.bias for linear in plain if linear.bias is not None]
+    if len(plain) < len(linears) or len(biases) not in (0, len(plain)):
+        return tuple(linear(x) for linear in linears)
+    product = shared_product(x, [linear.weight for linear in plain], biases)
+    return product.split(_widths(linears), dim=-1)
+
+
+def _compiled_streams(
+    streams: Sequence[tuple[Tensor, Sequence[nn.Module]]], can: bool
+) -> tuple[tuple[Tensor, ...], ...]:
+    """`joint_parallel_linears` while torch compiles."""
+    plain = [linear for _, linears in streams for linear in linears if _is_local(linear)]
+    biases: list[Tensor] = [linear.bias for linear in plain if linear.bias is not None]
+    counts, widths = {len(linears) for _, linears in streams}, {
+        sum(_widths(linears)) for _, linears in streams
+    }  # fmt: skip
+    whole = len(plain) == len(biases) == sum(len(linears) for _, linears in streams)
+    if not (can and whole and len(counts) == len(widths) == 1 and streams[0][0].shape[0] == 1):
+        return tuple(parallel_linears(x, *linears) for x, linears in streams)
+    joint = joint_products([x for x, _ in streams], [linear.weight for linear in plain], biases)
+    lengths = [x.shape[1] for x, _ in streams]
+    return tuple(
+        rows[None].split(_widths(linears), dim=-1)
+        for rows, (_, linears) in zip(joint.split(lengths), streams, strict=True)
+    )
+
+
 def pack_linears(module: nn.Module) -> int:
     """Make the weights of linears that share an input neighbours in memory; returns how many sets.
 
@@ -286,5 +330,4 @@ def _is_untouched(linear: nn.Module) -> bool:
 
 def _mergeable(x: Tensor) -> bool:
     """Half precision on a GPU; float32, the reference's, keeps the reference's order of sums."""
-    half = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
-    return half and not torch.compiler.is_compiling()
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)

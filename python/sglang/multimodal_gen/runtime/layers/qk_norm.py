@@ -12,6 +12,7 @@ from sglang.multimodal_gen.runtime.layers.end_to_end import end_to_end
 from sglang.multimodal_gen.runtime.layers.ops.qk_norm_rotary import (
     empty_heads,
     qk_norm_rotary,
+    qk_norm_rotary_join,
     qk_norm_rotary_plain,
 )
 from sglang.multimodal_gen.runtime.layers.rotary_embedding import Rotary, rotate_pairs
@@ -52,6 +53,16 @@ def norm_rotate_join(
         v = torch.cat([stream.v for stream in streams], dim=1)
         return rotate_pairs(q, rotary), rotate_pairs(k, rotary), v
 
+    if torch.compiler.is_compiling():
+        q, k = qk_norm_rotary_join(
+            [stream.q for stream in streams],
+            [stream.k for stream in streams],
+            [stream.norm_q.weight for stream in streams],
+            [stream.norm_k.weight for stream in streams],
+            rotary.cos, rotary.sin, [_eps(stream) for stream in streams],
+        )  # fmt: skip
+        first, *others = [stream.v for stream in streams]
+        return q, k, torch.cat((first, *others), dim=1) if others else first
     length = sum(stream.q.shape[1] for stream in streams)
     q, k = empty_heads(streams[0].q, length), empty_heads(streams[0].k, length)
     norm_rotate_into(streams, rotary, HeadRoom(q.unsqueeze(2), k.unsqueeze(2), None))
@@ -62,17 +73,22 @@ def norm_rotate_into(streams: Sequence[HeadStream], rotary: Rotary, room: HeadRo
     """`norm_rotate_join`, written where the caller wants it: no copy after it."""
     write = qk_norm_rotary if _has_kernel(streams[0].q) else qk_norm_rotary_plain
     start = 0
-    for q, k, v, norm_q, norm_k in streams:
+    for stream in streams:
+        q, k, v, norm_q, norm_k = stream
         here = slice(start, start + q.shape[1])
-        eps = norm_q.eps
-        assert eps is not None
         values = room.v is not None
         write(
             q, k, v if values else None, norm_q.weight, norm_k.weight,
-            rotary.cos[here], rotary.sin[here], eps,
+            rotary.cos[here], rotary.sin[here], _eps(stream),
             room.q[:, here], room.k[:, here], None if room.v is None else room.v[:, here],
         )  # fmt: skip
         start = here.stop
+
+
+def _eps(stream: HeadStream) -> float:
+    eps = stream.norm_q.eps
+    assert eps is not None
+    return eps
 
 
 def _joined(values: list[Tensor], length: int) -> Tensor:
@@ -91,13 +107,9 @@ def _joined(values: list[Tensor], length: int) -> Tensor:
 
 
 def _has_kernel(x: Tensor) -> bool:
-    """The kernel's tiles are powers of two; the compiler fuses the plain form by itself.
+    """The kernel's tiles are powers of two.
 
     Tensors without values stand for a GPU's: `sglang plan` counts what one would do.
     """
     width = x.shape[-1]
-    return (
-        x.device.type in ("cuda", "meta")
-        and not torch.compiler.is_compiling()
-        and width & (width - 1) == 0
-    )
+    return x.device.type in ("cuda", "meta") and width & (width - 1) == 0

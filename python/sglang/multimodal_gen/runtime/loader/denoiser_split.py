@@ -79,7 +79,7 @@ def _classes(
 ) -> Iterator[tuple[str, type, Mapping[str, Any]]]:
     """The denoisers: their names, classes and configs; the loader speaks of those left out here."""
     configs = {**default_configs, **read_component_configs(source, names, server_args)}
-    for name in _denoisers(names):
+    for name in denoisers(names):
         config = configs.get(name, {})
         library, named = component_class(source, name, names[name], server_args)
         architecture = config.get("_class_name") or named
@@ -101,7 +101,7 @@ def split_denoisers(
         InvalidArgument: sequences are to be split, and the pipeline has no denoiser that can.
         PipelineDefinitionError: an ``SP_PLAN`` does not fit its model.
     """
-    found = [name for name in _denoisers(names) if isinstance(modules[name], nn.Module)]
+    found = [name for name in denoisers(names) if isinstance(modules[name], nn.Module)]
     for name in found:
         split_denoiser(modules[name], parallel, name)
     if not found and parallel.sp.size > 1:
@@ -123,7 +123,7 @@ def give_attention(
             would take it.
     """
     given = 0
-    for name in _denoisers(names):
+    for name in denoisers(names):
         if not isinstance(modules[name], nn.Module):
             continue
         layers = [m for m in modules[name].modules() if isinstance(m, USPAttention)]
@@ -138,5 +138,6 @@ def give_attention(
         raise InvalidArgument("attention_backend", wish, problem)
 
 
-def _denoisers(names: Mapping[str, str]) -> list[str]:
+def denoisers(names: Mapping[str, str]) -> list[str]:
+    """Which of a pipeline's components (name -> that of ``model_index.json``) are denoisers."""
     return [name for name, key in names.items() if is_denoiser(name, key)]

@@ -68,7 +68,12 @@ class ModelDescription:
                 and the pipeline uses one; or ``pipeline_config`` is of another family.
         """
         source, info = REGISTRY.find(server_args.model)
-        check_backend(info.backend, server_args.parallel, server_args.model.quantization)
+        check_backend(
+            info.backend,
+            server_args.parallel,
+            server_args.model.quantization,
+            compiled=server_args.speed.enable_torch_compile,
+        )
         model = dataclasses.replace(server_args.model, backend=info.backend)
         for path in server_args.lora.lora_paths:
             if not issubclass(info.pipeline_cls, LoRAPipeline):

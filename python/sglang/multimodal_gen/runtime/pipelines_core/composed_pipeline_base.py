@@ -19,6 +19,10 @@ from sglang.multimodal_gen.runtime.layers.attention.backends.choice import (
     Machine,
     choose_backend,
 )
+from sglang.multimodal_gen.runtime.loader.compile_denoisers import (
+    attention_for_compiling,
+    compile_denoisers,
+)
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
     ComponentLoader,
 )
@@ -151,10 +155,17 @@ class ComposedPipelineBase(StageWiring, ABC):
         self.attention, self._attention_note = choose_backend(
             wish, Machine(device, compute_capability(device)), ring=self.parallel.ring.size > 1
         )
+        if server_args.speed.enable_torch_compile:
+            self.attention, self._attention_note = attention_for_compiling(
+                self.attention, self._attention_note
+            )
         self._load_modules(loaded_modules or {}, source, progress)
         names = self._index_names(self.modules)
         split_denoisers(self.modules, names, self.parallel)
         give_attention(self.modules, names, self.attention, wish)
+        self.compiled, self._compile_note = compile_denoisers(
+            self.modules, names, server_args.speed
+        )
         self.create_pipeline_stages(self.server_args)
         self._check_graphs()
         link(self.stages)
@@ -170,7 +181,9 @@ class ComposedPipelineBase(StageWiring, ABC):
     def notes(self) -> tuple[str, ...]:
         """One sentence for each choice made while loading."""
         quantized = quantization_note(self.modules, self.parallel.device.type)
-        notes = (self.plan.note, quantized, self._graph_note, self._attention_note)
+        notes = (
+            self.plan.note, quantized, self._graph_note, self._attention_note, self._compile_note,
+        )  # fmt: skip
         return tuple(note for note in notes if note is not None)
 
     @abstractmethod
@@ -326,6 +339,8 @@ class ComposedPipelineBase(StageWiring, ABC):
         """Let go of what must not outlive the ranks' groups: recordings with their messages."""
         if self.graphs is not None:
             self.graphs.drop()
+        if self.compiled is not None:
+            self.compiled.close()
 
     def forward(self, batch: Req, server_args: ServerArgs) -> OutputBatch:
         """Carry one batch through all stages.

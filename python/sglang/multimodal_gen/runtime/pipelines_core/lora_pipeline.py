@@ -327,9 +327,16 @@ class LoRAPipeline(ComposedPipelineBase):
         current = self._selection(component)
         if wanted == current:
             return
-        module = self._adapted_module(component)
         if self.graphs is not None:
             self.graphs.drop()  # they compute what was in force
+        try:
+            self._put_in_force(component, wanted, may_run_live)
+        finally:
+            if self.compiled is not None:
+                self.compiled.refresh()
+
+    def _put_in_force(self, component: str, wanted: Selection, may_run_live: bool) -> None:
+        module = self._adapted_module(component)
         if may_run_live and module.runs_live_only:
             wanted = replace(wanted, mode="live")
         self._selections[component] = Selection()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from sglang.multimodal_gen.runtime.cache.choice import wants_graphs
+from sglang.multimodal_gen.runtime.cache.compiled_blocks import CompiledBlocks
 from sglang.multimodal_gen.runtime.cache.cuda_graphs import CudaGraphs
 from sglang.multimodal_gen.runtime.cache.graph_runner import (
     Caller,
@@ -66,6 +67,8 @@ class StageWiring:
     """What computes the denoisers' attention."""
     graphs: GraphRunner | None
     """Recordings of the denoisers' GPU work, where there are any."""
+    compiled: CompiledBlocks | None
+    """The denoisers' blocks that torch compiles, where it does."""
     _graph_note: str | None
     experts: Experts | None
     """Which denoiser makes which step, where there are two."""

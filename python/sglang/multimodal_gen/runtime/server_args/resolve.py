@@ -41,8 +41,11 @@ def resolve(
     device = _device(args, facts, notes)
     precision = _precision(args, device, notes)
     parallel = resolve_parallel(args.parallel, device, facts, launched, notes)
-    check_backend(args.model.backend, parallel, args.model.quantization)
+    compiled = args.speed.enable_torch_compile
+    check_backend(args.model.backend, parallel, args.model.quantization, compiled=compiled)
     _check_quantization(args, device, facts)
+    if compiled:
+        _check_compile(args, parallel)
     chosen = dataclasses.replace(
         args,
         platform=dataclasses.replace(args.platform, device=device),
@@ -52,9 +55,21 @@ def resolve(
     return Resolution(chosen, tuple(notes))
 
 
-def check_backend(backend: str, parallel: ParallelArgs, quantization: str | None = None) -> None:
-    """Refuse several ranks, and quantisation, for a pipeline that knows of neither: that of the
-    Diffusers library."""
+def check_backend(
+    backend: str,
+    parallel: ParallelArgs,
+    quantization: str | None = None,
+    *,
+    compiled: bool = False,
+) -> None:
+    """Refuse several ranks, quantisation and compiled blocks for a pipeline that knows of none of
+    them: that of the Diffusers library."""
+    if backend == "diffusers" and compiled:
+        problem = (
+            "a model that runs through Diffusers (backend=diffusers) is not compiled here; that "
+            "needs a native family ('sglang models' lists them). Leave it out"
+        )
+        raise InvalidArgument("enable_torch_compile", True, problem)
     if backend == "diffusers" and quantization is not None:
         problem = (
             "a model that runs through Diffusers (backend=diffusers) is not quantised here; that "
@@ -108,6 +123,26 @@ def _check_quantization(args: ServerArgs, device: str, facts: DeviceFacts) -> No
     problem = fp8_problem(facts.capability) if device == "cuda" else None
     if problem is not None:
         raise InvalidArgument("quantization", wish, f"{problem}. Leave it out")
+
+
+def _check_compile(args: ServerArgs, parallel: ParallelArgs) -> None:
+    """Refuse what would break a block's graph, or be left out of it in silence."""
+    layout = parallel.layout
+    reason = None
+    if args.model.quantization is not None:
+        reason = (
+            "weights in eight bits (--quantization) run by operators that hand on what no "
+            "compiled code can"
+        )
+    elif args.memory.use_fsdp_inference:
+        reason = "weights spread over ranks (--use-fsdp-inference) are gathered inside of blocks"
+    elif layout.tp > 1 or layout.sp > 1:
+        reason = (
+            "blocks that send messages to other ranks (--tp-size, --sp-degree, --ulysses-degree, "
+            "--ring-degree) are not compiled; CFG parallelism and replicas are"
+        )
+    if reason is not None:
+        raise InvalidArgument("enable_torch_compile", True, f"{reason}. Use one of the two")
 
 
 def _precision(args: ServerArgs, device: str, notes: list[str]) -> str:

@@ -31,6 +31,9 @@ AttentionChoice = Literal[
 ]
 
 
+TorchCompileMode = Literal["default", "max-autotune-no-cudagraphs"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedArgs:
     """What is done for speed alone."""
@@ -41,6 +44,17 @@ class SpeedArgs:
         help="Record the denoiser's GPU work at a size's second step, and replay it: the host no "
         "longer queues each kernel. Takes about the memory of one step's activations. Left out, it "
         "is on where the denoiser is known to allow it and its weights stay on the GPU.",
+    )
+
+    enable_torch_compile: bool = flag(
+        False,
+        help="Let torch compile the denoiser's repeated blocks, at the first picture and at the "
+        "first of a second size. What it made is kept on disk (TORCHINDUCTOR_CACHE_DIR).",
+    )
+    torch_compile_mode: TorchCompileMode = flag(
+        "default",
+        help="How long the compiler searches: 'max-autotune-no-cudagraphs' also times several "
+        "kernels for each product, for minutes.",
     )
 
     attention_backend: AttentionChoice = flag(
@@ -66,6 +80,10 @@ class SpeedArgs:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        mode = self.torch_compile_mode
+        if mode != "default" and not self.enable_torch_compile:
+            problem = "has no effect without --enable-torch-compile; give that, or leave it out"
+            raise InvalidArgument("torch_compile_mode", mode, problem)
         threshold = self.default_step_cache_threshold
         if threshold is None:
             return

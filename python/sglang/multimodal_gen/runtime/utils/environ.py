@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from sglang.multimodal_gen.runtime.utils.errors import UserError
@@ -71,6 +72,20 @@ def launched_rank() -> LaunchedRank | None:
 def environment_with(defaults: Mapping[str, str]) -> dict[str, str]:
     """This process's environment for one that it starts; ``defaults`` are for what is not set."""
     return {**defaults, **os.environ}
+
+
+def compiled_code_folder(temporary: str) -> str:
+    """Where torch keeps what its compiler made, in this process and those after it.
+
+    Its variable, TORCHINDUCTOR_CACHE_DIR, wins. Where that is not set it is from now on: torch's
+    own choice, ``temporary``, does not outlive a restart of the machine. Some of torch's imports
+    set the variable to it, which is as good as not set.
+    """
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if os.environ.get(name, temporary) == temporary:
+        caches = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        os.environ[name] = str(Path(caches) / "sglang-diffusion" / "torch-compile")
+    return os.environ[name]
 
 
 def _names(text: str) -> tuple[str, ...]:

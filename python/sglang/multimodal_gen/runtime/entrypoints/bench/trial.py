@@ -152,7 +152,7 @@ def summary(side: Side, others: Sequence[Side]) -> dict[str, Any]:
         name: statistics.median(trial.stages.get(name, 0.0) for trial in trials)
         for name in trials[0].stages
     }
-    graphs = side.pipeline.graphs
+    graphs, compiled = side.pipeline.graphs, side.pipeline.compiled
     return {
         "name": side.name,
         "step_ms": Spread.of([ms for trial in trials for ms in trial.steps_ms]),
@@ -161,6 +161,7 @@ def summary(side: Side, others: Sequence[Side]) -> dict[str, Any]:
         "peak_gib": peak / 1024,
         "notes": list(side.pipeline.notes),
         "graphs": None if graphs is None else graphs.counters,
+        "compiled": None if compiled is None else compiled.counters,
     }
 
 

@@ -147,13 +147,11 @@ fp8_product = fused_operator(
     fp8_product_plain,
     _product_launch,
     needs_triton=False,
-    opaque=True,
 )
 fp8_few_rows = fused_operator(
     "fp8_few_rows(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor",
     fp8_few_rows_plain,
     _few_rows_launch,
-    opaque=True,
 )
 
 

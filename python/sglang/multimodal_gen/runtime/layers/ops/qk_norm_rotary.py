@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,6 +51,55 @@ qk_norm_rotary = fused_operator(
     "Tensor sin, float eps, Tensor(a!) q_out, Tensor(b!) k_out, Tensor(c!)? v_out) -> ()",
     qk_norm_rotary_plain,
     _launch,
+)
+
+
+def qk_norm_rotary_join_plain(
+    q: list[Tensor],
+    k: list[Tensor],
+    q_weights: list[Tensor],
+    k_weights: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    eps: list[float],
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys of streams one after another, normed and rotated: [B, the sum of S, H, d].
+
+    `qk_norm_rotary` of each stream, with results of its own, for compilers: those copy what an
+    operator writes to. ``cos`` and ``sin`` have a row for each joint position.
+    """
+    return _join(qk_norm_rotary_plain, q, k, q_weights, k_weights, cos, sin, eps)
+
+
+def _join_launch(*args: Any) -> tuple[Tensor, Tensor]:
+    return _join(_launch, *args)
+
+
+def _join(
+    write: Callable[..., None],
+    q: list[Tensor],
+    k: list[Tensor],
+    q_weights: list[Tensor],
+    k_weights: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    eps: list[float],
+) -> tuple[Tensor, Tensor]:
+    length, start = sum(x.shape[1] for x in q), 0
+    q_out, k_out = empty_heads(q[0], length), empty_heads(k[0], length)
+    for q_one, k_one, *weights, small in zip(q, k, q_weights, k_weights, eps, strict=True):
+        here = slice(start, start + q_one.shape[1])
+        rooms = (room[:, here].unsqueeze(2) for room in (q_out, k_out))
+        write(q_one, k_one, None, *weights, cos[here], sin[here], small, *rooms, None)
+        start = here.stop
+    return q_out, k_out
+
+
+qk_norm_rotary_join = fused_operator(
+    "qk_norm_rotary_join(Tensor[] q, Tensor[] k, Tensor[] q_weights, Tensor[] k_weights, "
+    "Tensor cos, Tensor sin, float[] eps) -> (Tensor, Tensor)",
+    qk_norm_rotary_join_plain,
+    _join_launch,
 )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from sglang.multimodal_gen import DiffGenerator
 from sglang.multimodal_gen.configs.lora_choice import LoRAChoice
+from sglang.multimodal_gen.runtime.cache.compiled_blocks import CompiledBlocks
 from sglang.multimodal_gen.runtime.layers.lora.adapted_module import AdaptedModule
 from sglang.multimodal_gen.runtime.utils.errors import (
     CheckpointError,
@@ -372,3 +373,21 @@ def test_a_file_that_changes_nothing_is_an_error_with_the_true_reason(pipeline, 
         pipeline.set_lora("x", str(tmp_path / "x.safetensors"))
     assert "another model" not in str(caught.value)
     assert pipeline.get_lora_status() == {"loaded_adapters": [], "active": {}}
+
+
+def test_compiled_blocks_stand_aside_for_live_adapters_and_stay_for_merged_ones(pipeline, files):
+    pipeline.compiled = compiled = CompiledBlocks(backend="eager")
+    compiled.add(pipeline.get_module("transformer"))
+    counters, whole = compiled.counters, compiled.counters.blocks
+    try:
+        pipeline.set_lora("a", files["a"][0], merge_mode="dynamic")
+        assert (counters.blocks, counters.direct) == (whole - 1, 1)
+        pipeline.set_lora("a", files["a"][0], merge_mode="merge")
+        assert (counters.blocks, counters.direct) == (whole, 0)
+        pipeline.unset_lora()
+        with pipeline.request_adapters([LoRAChoice("a", False, 0.7)]):
+            assert (counters.blocks, counters.direct) == (whole - 1, 1)
+        assert (counters.blocks, counters.direct) == (whole, 0)
+    finally:
+        compiled.close()
+        pipeline.compiled = None

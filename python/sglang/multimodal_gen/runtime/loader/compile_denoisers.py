@@ -13,6 +13,7 @@ from sglang.multimodal_gen.runtime.layers.attention.backends.backend import (
     ByLength,
 )
 from sglang.multimodal_gen.runtime.layers.attention.backends.sdpa import SDPA, TorchSDPA
+from sglang.multimodal_gen.runtime.layers.ops.operator import HAS_TRITON
 from sglang.multimodal_gen.runtime.layers.quantization.install import method_of
 from sglang.multimodal_gen.runtime.loader.denoiser_split import denoisers
 from sglang.multimodal_gen.runtime.memory.layerwise import streams
@@ -42,7 +43,7 @@ def attention_for_compiling(
 
 
 def compile_denoisers(
-    modules: Mapping[str, Any], names: Mapping[str, str], speed: SpeedArgs
+    modules: Mapping[str, Any], names: Mapping[str, str], speed: SpeedArgs, device: str
 ) -> tuple[CompiledBlocks | None, str | None]:
     """The blocks of a pipeline's denoisers, compiled, and the sentence about it; None unless asked.
 
@@ -51,6 +52,7 @@ def compile_denoisers(
     """
     if not speed.enable_torch_compile:
         return None, None
+    _check_machine(device)
     found = [name for name in denoisers(names) if isinstance(modules[name], nn.Module)]
     if not found:
         problem = f"no component of this pipeline ({', '.join(names)}) is a denoiser. Leave it out"
@@ -64,6 +66,23 @@ def compile_denoisers(
         f"torch.compile: {compiled.counters.blocks} blocks of {' and '.join(found)}, {kinds} kinds "
         f"of code; the first two sizes wait for the compiler; its work is kept in {folder}"
     )
+
+
+def _check_machine(device: str) -> None:
+    """Refuse where torch's compiler has nothing to compile with."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    problem = None
+    if device == "cuda" and not HAS_TRITON:
+        problem = "on a GPU it needs Triton, which is not installed: pip install triton"
+    elif device == "cpu":
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            problem = "on a CPU it needs a C++ compiler: install g++, or name one in CXX"
+    if problem is not None:
+        raise InvalidArgument(FLAG, True, f"{problem}. Or leave it out")
 
 
 def _check(name: str, denoiser: nn.Module) -> None:

@@ -164,7 +164,7 @@ class ComposedPipelineBase(StageWiring, ABC):
         split_denoisers(self.modules, names, self.parallel)
         give_attention(self.modules, names, self.attention, wish)
         self.compiled, self._compile_note = compile_denoisers(
-            self.modules, names, server_args.speed
+            self.modules, names, server_args.speed, device
         )
         self.create_pipeline_stages(self.server_args)
         self._check_graphs()

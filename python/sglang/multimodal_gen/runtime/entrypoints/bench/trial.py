@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sglang.multimodal_gen.runtime.cache.graph_runner import GraphCounters
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
     ComposedPipelineBase,
@@ -28,13 +29,13 @@ from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent
 class Trial:
     """One request: milliseconds of each step but the first (which shares its time with the loop's
     set-up), seconds in all and by stage, the peak of memory in MiB, and the denoisers' forwards a
-    step (None where a graph is replayed in their place)."""
+    step."""
 
     steps_ms: tuple[float, ...]
     seconds: float
     stages: Mapping[str, float]
     peak_mb: float
-    forwards_a_step: float | None = None
+    forwards_a_step: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +101,27 @@ class StepClock:
 
 
 class Forwards:
-    """Counts the calls of modules while it is entered; what is replayed from a graph is no call."""
+    """Counts the forwards of modules while it is entered, by hooks or, with CUDA graphs, by their
+    runner's counters: to it a hook is another kind of call, to be recorded anew."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], graphs: GraphCounters | None = None) -> None:
         self.count = 0
-        self._modules = list(modules)
+        self._modules = [] if graphs is not None else list(modules)
+        self._graphs = graphs
         self._handles: list[Any] = []
 
     def __enter__(self) -> Forwards:
         self._handles = [m.register_forward_pre_hook(self._heard) for m in self._modules]
+        self.count -= self._called()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.count += self._called()
         for handle in self._handles:
             handle.remove()
+
+    def _called(self) -> int:
+        return 0 if self._graphs is None else self._graphs.direct + self._graphs.replays
 
     def _heard(self, _module: nn.Module, _inputs: Any) -> None:
         self.count += 1
@@ -135,7 +143,7 @@ class Side(ABC):
     device: str
     modules: Mapping[str, Any]
     notes: Sequence[str] = ()
-    graphs: Any = None
+    graphs: GraphCounters | None = None
 
     def __init__(self) -> None:
         self.trials: list[Trial] = []
@@ -150,8 +158,9 @@ class Side(ABC):
         return {n: part for n, part in self.modules.items() if isinstance(part, nn.Module)}
 
     def forwards(self) -> Forwards:
-        """A counter of the denoisers' calls."""
-        return Forwards(module for name, module in self.networks.items() if is_denoiser(name))
+        """A counter of the denoisers'."""
+        denoisers = (module for name, module in self.networks.items() if is_denoiser(name))
+        return Forwards(denoisers, self.graphs)
 
     def weight_bytes(self) -> int:
         """What its modules hold on the device."""
@@ -190,7 +199,7 @@ class RuntimeSide(Side):
         self.notes = pipeline.notes
 
     @property
-    def graphs(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def graphs(self) -> GraphCounters | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Of its graph runner."""
         return None if self.pipeline.graphs is None else self.pipeline.graphs.counters
 
@@ -210,7 +219,7 @@ class RuntimeSide(Side):
             for name, taken in output.timings.items():
                 stages[name] = stages.get(name, 0.0) + taken
         peak = max(output.peak_memory_mb for output in outputs)
-        counted = None if self.graphs is not None else forwards.count / clock.steps
+        counted = forwards.count / clock.steps
         return Trial(clock.intervals_ms(), seconds, stages, peak, counted)
 
 

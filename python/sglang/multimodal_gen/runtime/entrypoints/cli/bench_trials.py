@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.entrypoints.bench.trial import RuntimeSide, Side
     from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 
+_WIDTH = 120
+"""Of a table that no terminal shows: a file has no width, and digits are not to be cut."""
+
+_COLUMNS = ("quartiles", "least-most", "ratio", "of floor", "peak GiB", "forwards")
+
 _EXAMPLES = """\
 Examples:
   sglang bench {command} --model-path demo
@@ -196,7 +201,7 @@ def _compare(record: dict[str, Any]) -> None:
                 side[f"{name}_percent_of_floor"] = 100 * unit * floor[least] / median
             if len(sides) > 1 and side is sides[0] and medians[1] is not None:
                 side[f"{name}_ratio"] = median / medians[1]
-    counts = {side["forwards_a_step"] for side in sides} - {None}
+    counts = {side["forwards_a_step"] for side in sides}
     if len(counts) > 1:
         told = " and ".join(f"{count:g}" for count in sorted(counts))
         record["notes"].append(f"the sides differ in forwards a step: {told}")
@@ -206,24 +211,15 @@ def _print(command: str, report: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=sys.stdout)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH)
     machine, settings = report["machine"], report["settings"]
     told = ", ".join(f"{k} {v}" for k, v in settings.items())
     console.print(f"{report['model']} on {machine['device']}, torch {machine['torch']}: {told}")
     key, title = ("step_ms", "ms a step") if command == "step" else ("seconds", "s a request")
     table = Table(box=None, pad_edge=False)
-    columns = (
-        "side",
-        title,
-        "quartiles",
-        "least-most",
-        "ratio",
-        "of floor",
-        "peak GiB",
-        "forwards",
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column == "side" else "right")
+    table.add_column("side", no_wrap=True)
+    for column in (title, *_COLUMNS):
+        table.add_column(column, justify="right", no_wrap=True)
     for side in report["sides"]:
         spread = side[key]
         if spread is None:
@@ -238,7 +234,7 @@ def _print(command: str, report: Mapping[str, Any]) -> None:
             _number(side.get(f"{key}_ratio"), "{:.3f}"),
             _number(side.get(f"{key}_percent_of_floor"), "{:.1f}%"),
             f"{side['peak_gib']:.2f}",
-            _number(side["forwards_a_step"], "{:g}"),
+            f"{side['forwards_a_step']:g}",
         )
     console.print(table)
     for side in report["sides"] if command == "request" else ():

@@ -1,6 +1,9 @@
-"""One picture through FLUX.1's autoencoder: at once, in tiles, in bands of rows on several GPUs.
+"""One picture or clip through a published autoencoder: at once, in tiles, in bands of rows, beside
+Diffusers' own module on the same weights.
 
     python benchmarks/vae_decode.py --ranks 2 --size 2048            two GPUs of this machine
+    python benchmarks/vae_decode.py --model wan2.1-1.3b --height 480 --width 832 --frames 81 \\
+        --dtype fp32 --modes plain diffusers                         a clip beside Diffusers
     torchrun --nproc-per-node 2 benchmarks/vae_decode.py --size 2048 the same, started by torchrun
     python benchmarks/vae_decode.py --toy --ranks 2                  tiny, on the CPU: does it run?
 
@@ -16,32 +19,22 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
+from torch import Tensor, nn
 
+from model_folders import MODELS
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelLayout, ParallelState
-from sglang.multimodal_gen.runtime.models.vaes.autoencoder_kl import AutoencoderKL
+from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
 
-FLUX: dict[str, Any] = {
-    "block_out_channels": (128, 256, 512, 512),
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "latent_channels": 16,
-    "layers_per_block": 2,
-    "norm_num_groups": 32,
-    "sample_size": 1024,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-}
-TOY = FLUX | {"block_out_channels": (8, 8, 16, 16), "norm_num_groups": 4, "sample_size": 64}
-MODES = ("plain", "tiled", "spatial_shard")
+MODES = ("plain", "tiled", "spatial_shard", "diffusers")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -96,70 +89,110 @@ def _rank_main(rank: int, ranks: int, address: str, options: argparse.Namespace)
 def _measure(parallel: ParallelState, options: argparse.Namespace) -> list[Row]:
     group, device = parallel.replica, parallel.device
     dtype = torch.float32 if options.toy else DTYPES[options.dtype]
-    torch.manual_seed(0)
-    vae = AutoencoderKL(**(TOY if options.toy else FLUX)).eval()
-    torch.nn.Module.to(vae, device, dtype)  # Diffusers' own warns of modules it has not
-    height, width = options.height or options.size, options.width or options.size
-    z = torch.randn(1, 16, height // 8, width // 8).to(device, dtype)
+    vae, theirs = _autoencoders(options, device, dtype)
+    z = _latents(vae, options).to(device, dtype)
+    nothing = z.new_empty(0, 3, *(0 for _ in z.shape[2:]))
 
     def plain() -> Tensor:
-        return vae._decode(z) if group.is_first else z.new_empty(0, 3, 0, 0)
+        return vae._decode(z) if group.is_first else nothing
 
     def tiled() -> Tensor:
         return vae.parallel_tiled_decode(z, group)
+
+    def diffusers_own() -> Tensor:
+        return theirs.decode(z, return_dict=False)[0] if group.is_first else nothing
 
     ways: dict[str, Callable[[], Tensor]] = {"plain": plain, "tiled": tiled}
     if group.size > 1:
         vae.enable_spatial_shard(group)
         ways["spatial_shard"] = lambda: vae.spatial_shard_decode(z)
+    ways["diffusers"] = diffusers_own
     if options.tile:
         vae.enable_tiling(options.tile, options.tile)
+    ways = {mode: way for mode, way in ways.items() if mode in options.modes}
     reference = plain().float().cpu()
-    rows = []
-    for mode in [mode for mode in options.modes if mode in ways]:
+    errors, exchanges = {}, {}
+    for mode, way in ways.items():
         group.traffic.clear()
-        picture = ways[mode]().float().cpu()
-        exchanges = dict(group.traffic)
+        picture = way().float().cpu()
+        exchanges[mode] = dict(group.traffic)
         error = (picture - reference).norm() / reference.norm() if group.is_first else 0.0
+        errors[mode] = float(error)
         del picture
-        times, peak = _time(ways[mode], parallel, options)
-        rows.append(
-            Row(
-                mode,
-                1 if mode == "plain" else group.size,
-                statistics.median(times),
-                min(times),
-                max(times),
-                peak,
-                float(error),
-                exchanges,
-            )
+    times, peaks = _time(ways, parallel, options)
+    return [
+        Row(
+            mode,
+            1 if mode in ("plain", "diffusers") else group.size,
+            statistics.median(times[mode]),
+            min(times[mode]),
+            max(times[mode]),
+            peaks[mode],
+            errors[mode],
+            exchanges[mode],
         )
-    return rows
+        for mode in ways
+    ]
+
+
+def _autoencoders(
+    options: argparse.Namespace, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, Any]:
+    """This runtime's, with random weights, and the library's on the very same tensors."""
+    component = MODELS[options.model].components["vae"]
+    config = {**component.facts, **(component.toy if options.toy else {})}
+    torch.manual_seed(0)
+    ours: Any = ModelRegistry.resolve_model_cls(component.class_name)[0]
+    vae = ours(**config).eval()
+    nn.Module.to(vae, device, dtype)  # Diffusers' own warns of modules it has not
+    with torch.device("meta"):
+        theirs = getattr(diffusers, component.class_name)(**config).eval()
+    theirs.load_state_dict(vae.state_dict(), assign=True)
+    return vae, theirs
+
+
+def _latents(vae: Any, options: argparse.Namespace) -> Tensor:
+    """Noise of the size that the picture or clip has before it is decoded."""
+    height, width = options.height or options.size, options.width or options.size
+    channels = vae.config.get("z_dim") or vae.config["latent_channels"]
+    ratio = vae.spatial_compression_ratio
+    shape = [1, channels, height // ratio, width // ratio]
+    if "z_dim" in vae.config:  # a clip's, of which a picture is one frame
+        shape.insert(2, (options.frames - 1) // vae.temporal_compression_ratio + 1)
+    elif options.frames != 1:
+        raise SystemExit(f"--frames: {options.model} decodes pictures")
+    return torch.randn(shape)
 
 
 def _time(
-    work: Callable[[], Tensor], parallel: ParallelState, options: argparse.Namespace
-) -> tuple[list[float], float | None]:
-    """Milliseconds of each repeat on this rank, and the largest peak of all ranks in GiB."""
+    ways: Mapping[str, Callable[[], Tensor]], parallel: ParallelState, options: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, float | None]]:
+    """Of each way, milliseconds of each repeat on this rank and the largest peak of all ranks in
+    GiB. They take turns, each round in the other order: clocks, heat and neighbours hit all alike.
+    """
     gpu = parallel.device.type == "cuda"
-    for _ in range(options.warm_up):
-        work()
-    if gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(options.repeats):
-        parallel.control.barrier()
-        start = time.perf_counter()
-        work()
-        if gpu:
-            torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - start))
+    times: dict[str, list[float]] = {mode: [] for mode in ways}
+    highest = dict.fromkeys(ways, 0.0)
+    for repeat in range(-options.warm_up, options.repeats):
+        for mode in list(ways) if repeat % 2 == 0 else reversed(list(ways)):
+            if gpu:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            parallel.control.barrier()
+            start = time.perf_counter()
+            ways[mode]()
+            if gpu:
+                torch.cuda.synchronize()
+            if repeat < 0:
+                continue
+            times[mode].append(1000 * (time.perf_counter() - start))
+            if gpu:
+                highest[mode] = max(highest[mode], torch.cuda.max_memory_allocated() / 2**30)
     if not gpu:
-        return times, None
-    mine = torch.tensor([torch.cuda.max_memory_allocated() / 2**30], dtype=torch.float64)
-    return times, parallel.control.all_gather(mine).max().item()
+        return times, dict.fromkeys(ways)
+    mine = torch.tensor(list(highest.values()), dtype=torch.float64)[None]
+    worst = parallel.control.all_gather(mine).amax(0).tolist()
+    return times, dict(zip(ways, worst, strict=True))
 
 
 def _tell(rows: Sequence[Row], options: argparse.Namespace, device: torch.device) -> None:
@@ -195,6 +228,8 @@ def _free_port() -> int:
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, default=1, help="GPUs; torchrun says it itself")
+    parser.add_argument("--model", choices=MODELS, default="flux-dev", help="whose autoencoder")
+    parser.add_argument("--frames", type=int, default=1, help="of a clip")
     parser.add_argument("--size", type=int, default=2048, help="edge of the picture in pixels")
     parser.add_argument("--height", type=int, default=0)
     parser.add_argument("--width", type=int, default=0)

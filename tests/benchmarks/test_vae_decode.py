@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -28,9 +29,22 @@ def test_it_runs_small_on_two_ranks(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     rows = {row["mode"]: row for row in json.loads(path.read_text())["rows"]}
-    assert list(rows) == ["plain", "tiled", "spatial_shard"]
+    assert list(rows) == ["plain", "tiled", "spatial_shard", "diffusers"]
     assert rows["plain"]["relative_l2"] == 0
     assert rows["tiled"]["relative_l2"] > 0.01
     assert rows["spatial_shard"]["relative_l2"] < 1e-5
     assert rows["spatial_shard"]["exchanges"]["exchange"] > 20
+    assert all(row["median_ms"] > 0 for row in rows.values())
+
+
+def test_a_clip_beside_diffusers_on_the_same_weights(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.delenv("RANK", raising=False)
+    path = tmp_path / "out.json"
+    words = ["--toy", "--model", "wan2.1-1.3b", "--height", "32", "--width", "48", "--frames", "5",
+             "--modes", "plain", "diffusers", "--json", str(path)]  # fmt: skip
+    assert importlib.import_module("vae_decode").main(words) == 0
+    rows = {row["mode"]: row for row in json.loads(path.read_text())["rows"]}
+    assert list(rows) == ["plain", "diffusers"]
+    assert rows["diffusers"]["relative_l2"] < 1e-6
     assert all(row["median_ms"] > 0 for row in rows.values())

@@ -7,8 +7,14 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from sglang.multimodal_gen.runtime.cache.graph_runner import GraphCounters
 from sglang.multimodal_gen.runtime.entrypoints.bench.profile import waits_in_loop
-from sglang.multimodal_gen.runtime.entrypoints.bench.trial import Spread, StepClock, measure
+from sglang.multimodal_gen.runtime.entrypoints.bench.trial import (
+    Forwards,
+    Spread,
+    StepClock,
+    measure,
+)
 from sglang.multimodal_gen.runtime.loader.random_weights import fill
 from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent
 
@@ -59,6 +65,19 @@ def test_sides_take_turns():
 
     measure([side("a"), side("b")], 1, 3)
     assert order == ["a", "b", "a", "b", "b", "a", "a", "b"]
+
+
+def test_forwards_are_counted_by_hooks_or_by_the_graph_runner():
+    module, counters = nn.Linear(2, 2), GraphCounters(direct=3, replays=4)
+    with Forwards([module]) as forwards:
+        module(torch.ones(2))
+    module(torch.ones(2))
+    assert forwards.count == 1
+    with Forwards([module], counters) as forwards:
+        assert not module._forward_pre_hooks  # a hook would have each request recorded anew
+        counters.direct += 1
+        counters.replays += 5
+    assert forwards.count == 6
 
 
 def test_random_weights_keep_ties_dtypes_and_buffers():

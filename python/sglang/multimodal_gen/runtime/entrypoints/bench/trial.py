@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import statistics
 import time
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
+from sglang.multimodal_gen.runtime.cache.graph_runner import GraphCounters
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
     ComposedPipelineBase,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import RequestControl
 from sglang.multimodal_gen.runtime.platforms.device import synchronize
+from sglang.multimodal_gen.runtime.utils.component_roles import is_denoiser
 from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One request: milliseconds of each step but the first (which shares its time with the loop's
-    set-up), seconds in all and by stage, and the peak of memory in MiB."""
+    set-up), seconds in all and by stage, the peak of memory in MiB, and the denoisers' forwards a
+    step."""
 
     steps_ms: tuple[float, ...]
     seconds: float
     stages: Mapping[str, float]
     peak_mb: float
+    forwards_a_step: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +79,18 @@ class StepClock:
         if event.done == 0:
             return
         if self.on_step is not None:
-            self.on_step(sum(map(len, self._marks)))
+            self.on_step(self.steps)
         if self._on_gpu:
             mark = torch.cuda.Event(enable_timing=True)
             mark.record()
             self._marks[-1].append(mark)
         else:
             self._marks[-1].append(time.perf_counter())
+
+    @property
+    def steps(self) -> int:
+        """That have ended, of all loops."""
+        return sum(map(len, self._marks))
 
     def intervals_ms(self) -> tuple[float, ...]:
         """Between the marks of each loop; the device must be done."""
@@ -89,34 +100,118 @@ class StepClock:
         return tuple(1e3 * (second - first) for first, second in pairs)
 
 
-@dataclass(eq=False)
-class Side:
-    """A loaded pipeline that is measured.
+class Forwards:
+    """Counts the forwards of modules while it is entered, by hooks or, with CUDA graphs, by their
+    runner's counters: to it a hook is another kind of call, to be recorded anew."""
+
+    def __init__(self, modules: Iterable[nn.Module], graphs: GraphCounters | None = None) -> None:
+        self.count = 0
+        self._modules = [] if graphs is not None else list(modules)
+        self._graphs = graphs
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Forwards:
+        self._handles = [m.register_forward_pre_hook(self._heard) for m in self._modules]
+        self.count -= self._called()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.count += self._called()
+        for handle in self._handles:
+            handle.remove()
+
+    def _called(self) -> int:
+        return 0 if self._graphs is None else self._graphs.direct + self._graphs.replays
+
+    def _heard(self, _module: nn.Module, _inputs: Any) -> None:
+        self.count += 1
+
+
+class Side(ABC):
+    """A loaded model that is measured.
 
     Attributes:
-        values: the request's settings.
+        name: of its row.
+        device: where it runs.
+        modules: its components by name, networks and others.
         trials: what was measured so far.
+        notes: one sentence for each choice made while loading.
+        graphs: counters of CUDA graphs, where they are on.
     """
 
     name: str
-    model: ModelDescription
-    pipeline: ComposedPipelineBase
-    values: Mapping[str, Any]
-    trials: list[Trial] = field(default_factory=list)
+    device: str
+    modules: Mapping[str, Any]
+    notes: Sequence[str] = ()
+    graphs: GraphCounters | None = None
 
-    @property
-    def device(self) -> str:
-        """Where it runs."""
-        return self.pipeline.parallel.device.type
+    def __init__(self) -> None:
+        self.trials: list[Trial] = []
 
+    @abstractmethod
     def run(self, clock: StepClock | None = None) -> Trial:
         """One request, from its settings to pixels."""
+
+    @property
+    def networks(self) -> dict[str, nn.Module]:
+        """Those of the components that compute."""
+        return {n: part for n, part in self.modules.items() if isinstance(part, nn.Module)}
+
+    def forwards(self) -> Forwards:
+        """A counter of the denoisers'."""
+        denoisers = (module for name, module in self.networks.items() if is_denoiser(name))
+        return Forwards(denoisers, self.graphs)
+
+    def weight_bytes(self) -> int:
+        """What its modules hold on the device."""
+        return sum(_storages(self.networks.values()).values())
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Network -> the floating dtype of 16 bits or more that most of its weights have."""
+        found = {}
+        for name, module in self.networks.items():
+            counts: Counter[torch.dtype] = Counter()
+            for parameter in module.parameters():
+                if parameter.is_floating_point() and parameter.element_size() > 1:
+                    counts[parameter.dtype] += parameter.numel()
+            if counts:
+                ((found[name], _),) = counts.most_common(1)
+        return found
+
+
+class RuntimeSide(Side):
+    """This runtime, or whatever ``--backend`` put behind its doors."""
+
+    def __init__(
+        self,
+        name: str,
+        model: ModelDescription,
+        pipeline: ComposedPipelineBase,
+        values: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.model = model
+        self.pipeline = pipeline
+        self.values = values
+        self.device = pipeline.parallel.device.type
+        self.modules = pipeline.modules
+        self.notes = pipeline.notes
+
+    @property
+    def graphs(self) -> GraphCounters | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Of its graph runner."""
+        return None if self.pipeline.graphs is None else self.pipeline.graphs.counters
+
+    def run(self, clock: StepClock | None = None) -> Trial:
+        """See `Side.run`."""
         clock = StepClock(self.device) if clock is None else clock
         params = self.model.sampling_params(self.values)
         synchronize(self.device)
         start = time.perf_counter()
         batches = self.model.admit(params, RequestControl(clock.heard))
-        outputs = [self.pipeline.forward(b, self.pipeline.server_args) for b in batches]
+        with self.forwards() as forwards:
+            outputs = [self.pipeline.forward(b, self.pipeline.server_args) for b in batches]
         synchronize(self.device)
         seconds = time.perf_counter() - start
         stages: dict[str, float] = {}
@@ -124,11 +219,8 @@ class Side:
             for name, taken in output.timings.items():
                 stages[name] = stages.get(name, 0.0) + taken
         peak = max(output.peak_memory_mb for output in outputs)
-        return Trial(clock.intervals_ms(), seconds, stages, peak)
-
-    def weight_bytes(self) -> int:
-        """What its modules hold on the device."""
-        return sum(_storages(self.pipeline.modules.values()).values())
+        counted = forwards.count / clock.steps
+        return Trial(clock.intervals_ms(), seconds, stages, peak, counted)
 
 
 def measure(sides: Sequence[Side], warm_up: int, rounds: int) -> None:
@@ -152,15 +244,17 @@ def summary(side: Side, others: Sequence[Side]) -> dict[str, Any]:
         name: statistics.median(trial.stages.get(name, 0.0) for trial in trials)
         for name in trials[0].stages
     }
-    graphs, compiled = side.pipeline.graphs, side.pipeline.compiled
+    compiled = side.pipeline.compiled
     return {
         "name": side.name,
         "step_ms": Spread.of([ms for trial in trials for ms in trial.steps_ms]),
         "seconds": Spread.of([trial.seconds for trial in trials]),
         "stages": stages,
         "peak_gib": peak / 1024,
-        "notes": list(side.pipeline.notes),
-        "graphs": None if graphs is None else graphs.counters,
+        "forwards_a_step": trials[-1].forwards_a_step,
+        "dtypes": {name: str(d).removeprefix("torch.") for name, d in side.dtypes().items()},
+        "notes": list(side.notes),
+        "graphs": side.graphs,
         "compiled": None if compiled is None else compiled.counters,
     }
 

@@ -28,8 +28,13 @@ from sglang.multimodal_gen.runtime.utils.errors import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sglang.multimodal_gen.runtime.entrypoints.bench.trial import Side
+    from sglang.multimodal_gen.runtime.entrypoints.bench.trial import RuntimeSide, Side
     from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
+
+_WIDTH = 120
+"""Of a table that no terminal shows: a file has no width, and digits are not to be cut."""
+
+_COLUMNS = ("quartiles", "least-most", "ratio", "of floor", "peak GiB", "forwards")
 
 _EXAMPLES = """\
 Examples:
@@ -113,8 +118,9 @@ def _measured(
     floor = _floor(model, values, own.gpu)
     console.print(f"loading {model.source.name}", style="dim")
     ours = our_side(model, values, random_weights=own.random_weights)
-    sides, notes = [ours], list[str]()
-    theirs = _reference(server, own, values, ours, notes)
+    sides: list[Side] = [ours]
+    notes: list[str] = []
+    theirs = _reference(own, values, ours, notes)
     if theirs is not None:
         console.print(f"loaded {theirs.name} beside it", style="dim")
         sides.append(theirs)
@@ -139,20 +145,19 @@ def _measured(
 
 
 def _reference(
-    server: ServerArgs,
     own: BenchTrialArgs,
     values: Mapping[str, Any],
-    ours: Side,
+    ours: RuntimeSide,
     notes: list[str],
 ) -> Side | None:
     """The other side; where it was not asked for and cannot be, a note says why."""
     if own.reference == "none" or ours.name != "sglang":
         return None
-    from sglang.multimodal_gen.runtime.entrypoints.bench.sides import their_side
+    from sglang.multimodal_gen.runtime.entrypoints.bench.library import their_side
 
     compiled = own.reference == "diffusers-compiled"
     try:
-        return their_side(server, values, random_weights=own.random_weights, compiled=compiled)
+        return their_side(ours, values, random_weights=own.random_weights, compiled=compiled)
     except (UserError, CheckpointError) as error:
         if own.reference != "auto":
             raise
@@ -184,7 +189,7 @@ def _floor(
 
 
 def _compare(record: dict[str, Any]) -> None:
-    """Ratios to the reference of the same run, and to the floor."""
+    """Ratios to the reference of the same run, and to the floor; whether the work was the same."""
     sides, floor = record["sides"], record["floor"]
     for name, least in (("step_ms", "step_seconds"), ("seconds", "seconds")):
         medians = [side[name] and side[name]["median"] for side in sides]
@@ -196,20 +201,25 @@ def _compare(record: dict[str, Any]) -> None:
                 side[f"{name}_percent_of_floor"] = 100 * unit * floor[least] / median
             if len(sides) > 1 and side is sides[0] and medians[1] is not None:
                 side[f"{name}_ratio"] = median / medians[1]
+    counts = {side["forwards_a_step"] for side in sides}
+    if len(counts) > 1:
+        told = " and ".join(f"{count:g}" for count in sorted(counts))
+        record["notes"].append(f"the sides differ in forwards a step: {told}")
 
 
 def _print(command: str, report: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=sys.stdout)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH)
     machine, settings = report["machine"], report["settings"]
     told = ", ".join(f"{k} {v}" for k, v in settings.items())
     console.print(f"{report['model']} on {machine['device']}, torch {machine['torch']}: {told}")
     key, title = ("step_ms", "ms a step") if command == "step" else ("seconds", "s a request")
     table = Table(box=None, pad_edge=False)
-    for column in ("side", title, "quartiles", "least-most", "ratio", "of floor", "peak GiB"):
-        table.add_column(column, justify="left" if column == "side" else "right")
+    table.add_column("side", no_wrap=True)
+    for column in (title, *_COLUMNS):
+        table.add_column(column, justify="right", no_wrap=True)
     for side in report["sides"]:
         spread = side[key]
         if spread is None:
@@ -224,6 +234,7 @@ def _print(command: str, report: Mapping[str, Any]) -> None:
             _number(side.get(f"{key}_ratio"), "{:.3f}"),
             _number(side.get(f"{key}_percent_of_floor"), "{:.1f}%"),
             f"{side['peak_gib']:.2f}",
+            f"{side['forwards_a_step']:g}",
         )
     console.print(table)
     for side in report["sides"] if command == "request" else ():

@@ -137,11 +137,16 @@ class ParallelTiledVAE(ABC, nn.Module):
         """
         wanted = x.is_cuda if self.wants_channels_last is None else self.wants_channels_last
         banded = self._shards is not None and self._shards.active
-        if not wanted or banded or not self.layer_forwards or torch.is_grad_enabled():
+        if not wanted or banded or not self.layer_forwards or self._wants_gradient(x):
             return None
         if self._channels_last is None:
             self._channels_last = ChannelsLast(self._row_parts(), self.layer_forwards)
         return self._channels_last
+
+    def _wants_gradient(self, x: Tensor) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        return x.requires_grad or any(weight.requires_grad for weight in self.parameters())
 
     def _row_parts(self) -> dict[str, nn.Module]:
         parts = {name: getattr(self, name, None) for name in self.row_parts}

@@ -54,10 +54,14 @@ def causal_video_forwards(library: ModuleType, prefix: str) -> Mapping[type, Cho
         )
 
     def convolve(conv: Any) -> Forward | None:
-        left, right, above, below, before, after = conv._padding
-        fits = (left, above, after) == (right, below, 0) and before in (0, conv.kernel_size[0] - 1)
-        usual = conv.padding_mode == "zeros" and tuple(conv.dilation) == (1, 1, 1)
-        return _convolve if fits and usual else None
+        left, right, above, below, *time = conv._padding
+        usual = conv.padding_mode == "zeros" and set(conv.dilation) == {1}
+        if not usual or (left, above) != (right, below):
+            return None
+        if isinstance(conv, nn.Conv2d):
+            return _convolve_picture
+        before, after = time
+        return _convolve if after == 0 and before in (0, conv.kernel_size[0] - 1) else None
 
     def residual(block: Any) -> Forward | None:
         layers = (block.norm1, block.norm2), (block.conv1, block.conv2)
@@ -105,6 +109,21 @@ def _convolve(
     return F.conv3d(
         channels_last(x), weight, conv.bias, conv.stride, padding, conv.dilation, conv.groups
     )
+
+
+def _convolve_picture(conv: Any, x: Tensor, cache_x: None = None) -> Tensor:
+    """Where clips have one frame, the convolution is one of pictures, and remembers nothing."""
+    assert cache_x is None, "it is a picture's"
+    padding = (conv._padding[2], conv._padding[0])
+    out = F.conv2d(
+        channels_last(x.squeeze(FRAMES)),
+        *(conv.weight, conv.bias, conv.stride, padding, conv.dilation, conv.groups),
+    )
+    return out.unsqueeze(FRAMES)
+
+
+def _frames_before(conv: Any) -> int:
+    return 0 if isinstance(conv, nn.Conv2d) else conv._padding[4]
 
 
 def _residual(
@@ -180,7 +199,7 @@ class _Memory:
 
         What it will have seen is remembered.
         """
-        before = conv._padding[4]
+        before = _frames_before(conv)
         seen = None if self.seen is None else self.seen[self.at[0]]
         seen = None if isinstance(seen, str) else seen
         alone = before == 0 or (seen is None and x.shape[FRAMES] == 1)

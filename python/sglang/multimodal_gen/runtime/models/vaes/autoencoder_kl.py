@@ -6,6 +6,8 @@ from diffusers.models.autoencoders import autoencoder_kl
 from torch import Tensor
 
 from sglang.multimodal_gen.runtime.memory.layerwise import LayerwiseOffloadableModuleMixin
+from sglang.multimodal_gen.runtime.models.vaes.channels_last.image import IMAGE_FORWARDS
+from sglang.multimodal_gen.runtime.models.vaes.channels_last.install import in_channels_last
 from sglang.multimodal_gen.runtime.models.vaes.parallel.diffusers_spatial import IMAGE_PLANNERS
 from sglang.multimodal_gen.runtime.models.vaes.parallel_tiled_vae import (
     ParallelTiledVAE,
@@ -24,6 +26,7 @@ class AutoencoderKL(  # pyright: ignore[reportIncompatibleMethodOverride]
     layer_names = ["encoder.down_blocks", "decoder.up_blocks"]
     layerwise_offload_dit_group_enabled = False
     row_planners = IMAGE_PLANNERS
+    layer_forwards = IMAGE_FORWARDS
 
     @property
     def spatial_compression_ratio(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -40,10 +43,12 @@ class AutoencoderKL(  # pyright: ignore[reportIncompatibleMethodOverride]
         stride = max(1, int(edge // ratio * (1 - self.tile_overlap_factor))) * ratio
         return Tiling(edge, edge, stride, stride)
 
+    @in_channels_last
     def _encode(self, x: Tensor) -> Tensor:
         moments = self.encoder(x)
         return moments if self.quant_conv is None else self.quant_conv(moments)
 
+    @in_channels_last
     def _decode(self, z: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.decoder(z if self.post_quant_conv is None else self.post_quant_conv(z))
 

@@ -11,6 +11,10 @@ from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor, nn
 
 from sglang.multimodal_gen.runtime.memory.layerwise import LayerwiseOffloadableModuleMixin
+from sglang.multimodal_gen.runtime.models.vaes.channels_last.causal_video import (
+    causal_video_forwards,
+)
+from sglang.multimodal_gen.runtime.models.vaes.channels_last.install import in_channels_last
 from sglang.multimodal_gen.runtime.models.vaes.parallel.causal_video import causal_video_planners
 from sglang.multimodal_gen.runtime.models.vaes.parallel_tiled_vae import (
     ParallelTiledVAE,
@@ -34,6 +38,7 @@ class AutoencoderKLQwenImage(  # pyright: ignore[reportIncompatibleMethodOverrid
     layer_names = ["encoder.down_blocks", "decoder.up_blocks"]
     layerwise_offload_dit_group_enabled = False
     row_planners = causal_video_planners(autoencoder_kl_qwenimage, "QwenImage")
+    layer_forwards = causal_video_forwards(autoencoder_kl_qwenimage, "QwenImage")
 
     @property
     def temporal_compression_ratio(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -64,9 +69,11 @@ class AutoencoderKLQwenImage(  # pyright: ignore[reportIncompatibleMethodOverrid
         """A band of rows on each rank, cut to -1..1 as a whole picture is."""
         return super().spatial_shard_decode(z).clamp(-1, 1)
 
+    @in_channels_last
     def _encode(self, x: Tensor) -> Tensor:
         return self.quant_conv(_in_chunks(self.encoder, x, self.temporal_compression_ratio))
 
+    @in_channels_last
     def _decode(self, z: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _in_chunks(self.decoder, self.post_quant_conv(z), 1)
 

@@ -14,6 +14,10 @@ from torch import Tensor
 from sglang.multimodal_gen.runtime.layers.parallel_conv import convolve_padded_rows, row_window
 from sglang.multimodal_gen.runtime.layers.row_shard import RowShards
 from sglang.multimodal_gen.runtime.memory.layerwise import LayerwiseOffloadableModuleMixin
+from sglang.multimodal_gen.runtime.models.vaes.channels_last.causal_video import (
+    causal_video_forwards,
+)
+from sglang.multimodal_gen.runtime.models.vaes.channels_last.install import in_channels_last
 from sglang.multimodal_gen.runtime.models.vaes.parallel.causal_video import causal_video_planners
 from sglang.multimodal_gen.runtime.models.vaes.parallel.row_modules import (
     ROW_BY_ROW,
@@ -52,6 +56,7 @@ class AutoencoderKLQwenImage21(  # pyright: ignore[reportIncompatibleMethodOverr
         library.QwenImage21AvgDown3D: row_by_row,
         library.QwenImage21DupUp3D: row_by_row,
     }
+    layer_forwards = causal_video_forwards(library, "QwenImage21")
 
     @property
     def temporal_compression_ratio(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -85,9 +90,11 @@ class AutoencoderKLQwenImage21(  # pyright: ignore[reportIncompatibleMethodOverr
         """Tiles dealt to the ranks, cut to -1..1 as on one."""
         return super().parallel_tiled_decode(z, group).clamp(-1, 1)
 
+    @in_channels_last
     def _encode(self, x: Tensor) -> Tensor:
         return self.quant_conv(self.encoder(self._folded(x, library._patchify)))
 
+    @in_channels_last
     def _decode(self, z: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         picture = self.decoder(self.post_quant_conv(z), first_chunk=True)
         return self._folded(picture, library._unpatchify)

@@ -9,6 +9,11 @@ from diffusers.models.autoencoders import autoencoder_kl_wan
 from torch import Tensor, nn
 
 from sglang.multimodal_gen.runtime.memory.layerwise import LayerwiseOffloadableModuleMixin
+from sglang.multimodal_gen.runtime.models.vaes.channels_last.causal_video import (
+    causal_video_forwards,
+)
+from sglang.multimodal_gen.runtime.models.vaes.channels_last.install import in_channels_last
+from sglang.multimodal_gen.runtime.models.vaes.chunks import join_chunks
 from sglang.multimodal_gen.runtime.models.vaes.parallel.causal_video import causal_video_planners
 from sglang.multimodal_gen.runtime.models.vaes.parallel_tiled_vae import (
     ParallelTiledVAE,
@@ -34,6 +39,7 @@ class AutoencoderKLWan(  # pyright: ignore[reportIncompatibleMethodOverride]
     layer_names = ["encoder.down_blocks", "decoder.up_blocks"]
     layerwise_offload_dit_group_enabled = False
     row_planners = causal_video_planners(autoencoder_kl_wan, "Wan")
+    layer_forwards = causal_video_forwards(autoencoder_kl_wan, "Wan")
 
     @property
     def temporal_compression_ratio(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -44,6 +50,7 @@ class AutoencoderKLWan(  # pyright: ignore[reportIncompatibleMethodOverride]
         """Tiles of the size that the reference uses, a quarter of it shared with the next."""
         return Tiling(TILE, TILE, TILE_STRIDE, TILE_STRIDE)
 
+    @in_channels_last
     def _encode(self, x: Tensor) -> Tensor:
         """Pixels [B, 3, F, H, W] to moments [B, 2C, T, h, w]."""
         if self._patch is not None:
@@ -55,15 +62,19 @@ class AutoencoderKLWan(  # pyright: ignore[reportIncompatibleMethodOverride]
         memory = _Memory(self.encoder)
         return self.quant_conv(torch.cat([memory.run(frames) for frames in chunks], dim=2))
 
+    @in_channels_last
     def _decode(self, z: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Latents [B, C, T, h, w] to pixels [B, 3, F, H, W] in -1..1."""
         memory = _Memory(self.decoder)
         latents = self.post_quant_conv(z).split(1, dim=2)
-        frames = [memory.run(part, first_chunk=i == 0) for i, part in enumerate(latents)]
-        clip = torch.cat(frames, dim=2)
+        chunks = (memory.run(part, first_chunk=i == 0) for i, part in enumerate(latents))
+        return join_chunks(map(self._pixels, chunks), len(latents))
+
+    def _pixels(self, chunk: Tensor) -> Tensor:
+        """What the decoder made of one latent frame, unfolded and cut to -1..1."""
         if self._patch is not None:
-            clip = autoencoder_kl_wan.unpatchify(clip, self._patch)
-        return clip.clamp(-1.0, 1.0)
+            chunk = autoencoder_kl_wan.unpatchify(chunk, self._patch)
+        return chunk.clamp(-1.0, 1.0)
 
     @property
     def _patch(self) -> int | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.layers.row_shard import ROWS, RowShards, split_evenly
+from sglang.multimodal_gen.runtime.models.vaes.channels_last.install import ChannelsLast, Chooser
 from sglang.multimodal_gen.runtime.models.vaes.parallel.row_modules import Planner, spread_rows
 from sglang.multimodal_gen.runtime.models.vaes.tiles import (
     FRAMES,
@@ -76,12 +77,18 @@ class ParallelTiledVAE(ABC, nn.Module):
     row_parts: ClassVar[tuple[str, ...]] = ("encoder", "quant_conv", "decoder", "post_quant_conv")
     """The children that `_encode` and `_decode` run, where there are."""
 
+    layer_forwards: ClassVar[Mapping[type, Chooser]] = {}
+    """How its modules work on channels-last maps; see ``channels_last/``."""
+    wants_channels_last: bool | None = None
+    """Whether `_encode` and `_decode` work on such maps; None: on CUDA, where they are faster."""
+
     spatial_compression_ratio: int
     temporal_compression_ratio: int = 1
     use_slicing: bool = False
     tiling: Tiling | None = None
     _shards: RowShards | None = None
     _least_rows: int = 1
+    _channels_last: ChannelsLast | None = None
 
     @abstractmethod
     def _encode(self, x: Tensor) -> Tensor:
@@ -121,6 +128,29 @@ class ParallelTiledVAE(ABC, nn.Module):
         if self.use_slicing and len(x) > 1:
             return torch.cat([work(one) for one in x.split(1)])
         return work(x)
+
+    def arrangement(self, x: Tensor) -> ChannelsLast | None:
+        """Its layers, if they are to work on channels-last maps of ``x``.
+
+        Not where a gradient is asked for: norms and sums are written in place. Bands of rows keep
+        to the library's layers.
+        """
+        wanted = x.is_cuda if self.wants_channels_last is None else self.wants_channels_last
+        banded = self._shards is not None and self._shards.active
+        if not wanted or banded or not self.layer_forwards or self._wants_gradient(x):
+            return None
+        if self._channels_last is None:
+            self._channels_last = ChannelsLast(self._row_parts(), self.layer_forwards)
+        return self._channels_last
+
+    def _wants_gradient(self, x: Tensor) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        return x.requires_grad or any(weight.requires_grad for weight in self.parameters())
+
+    def _row_parts(self) -> dict[str, nn.Module]:
+        parts = {name: getattr(self, name, None) for name in self.row_parts}
+        return {name: part for name, part in parts.items() if part is not None}
 
     # Tiles.
 
@@ -225,10 +255,8 @@ class ParallelTiledVAE(ABC, nn.Module):
             if self._shards.group is not group:
                 raise ValueError("this VAE's rows are shared out in another group already")
             return
-        parts = {name: getattr(self, name, None) for name in self.row_parts}
         shards = RowShards(group)
-        present = {name: part for name, part in parts.items() if part is not None}
-        self._least_rows = spread_rows(present, shards, self.row_planners)
+        self._least_rows = spread_rows(self._row_parts(), shards, self.row_planners)
         self._shards = shards
 
     def can_shard_rows(self, latent_rows: int) -> bool:

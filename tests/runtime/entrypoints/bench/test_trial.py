@@ -61,7 +61,7 @@ def test_sides_take_turns():
     order = []
 
     def side(name):
-        return SimpleNamespace(run=lambda: order.append(name), trials=[])
+        return SimpleNamespace(run=lambda: order.append(name), trials=[], warm_ups=[])
 
     measure([side("a"), side("b")], 1, 3)
     assert order == ["a", "b", "a", "b", "b", "a", "a", "b"]

@@ -43,6 +43,7 @@ def test_steps_beside_diffusers_with_a_profile(folder, tmp_path, capsys):
     assert "aten::addmm" in (tmp_path / "trace" / "operations.txt").read_text()
     said = capsys.readouterr().out
     assert "ms a step" in said
+    assert "first request, with what it waits for: sglang" in said
     assert "waits of the host in 2 steps: none" in said
 
 

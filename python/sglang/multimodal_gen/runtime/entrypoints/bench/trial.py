@@ -135,6 +135,7 @@ class Side(ABC):
         device: where it runs.
         modules: its components by name, networks and others.
         trials: what was measured so far.
+        warm_ups: what ran before, of which the first waited for compilers and the like.
         notes: one sentence for each choice made while loading.
         graphs: counters of CUDA graphs, where they are on.
     """
@@ -147,6 +148,7 @@ class Side(ABC):
 
     def __init__(self) -> None:
         self.trials: list[Trial] = []
+        self.warm_ups: list[Trial] = []
 
     @abstractmethod
     def run(self, clock: StepClock | None = None) -> Trial:
@@ -228,7 +230,7 @@ def measure(sides: Sequence[Side], warm_up: int, rounds: int) -> None:
     neighbours hit all alike."""
     for side in sides:
         for _ in range(warm_up):
-            side.run()
+            side.warm_ups.append(side.run())
     for number in range(rounds):
         for side in sides if number % 2 == 0 else reversed(sides):
             side.trials.append(side.run())
@@ -249,6 +251,7 @@ def summary(side: Side, others: Sequence[Side]) -> dict[str, Any]:
         "name": side.name,
         "step_ms": Spread.of([ms for trial in trials for ms in trial.steps_ms]),
         "seconds": Spread.of([trial.seconds for trial in trials]),
+        "first_seconds": (side.warm_ups or trials)[0].seconds,
         "stages": stages,
         "peak_gib": peak / 1024,
         "forwards_a_step": trials[-1].forwards_a_step,

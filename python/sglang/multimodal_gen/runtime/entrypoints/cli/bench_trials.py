@@ -237,6 +237,8 @@ def _print(command: str, report: Mapping[str, Any]) -> None:
             f"{side['forwards_a_step']:g}",
         )
     console.print(table)
+    firsts = (f"{side['name']} {side['first_seconds']:.3g} s" for side in report["sides"])
+    console.print(f"first request, with what it waits for: {', '.join(firsts)}")
     for side in report["sides"] if command == "request" else ():
         parts = ", ".join(f"{name} {taken:.3f} s" for name, taken in side["stages"].items())
         console.print(f"{side['name']}: {parts}")

@@ -8,7 +8,6 @@ and what stands in its place (a step cache) stays outside.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
@@ -40,7 +39,7 @@ class CompileCounters:
 
     blocks: int = 0
     direct: int = 0
-    graphs: Counter[str] = field(default_factory=Counter)
+    graphs: dict[str, int] = field(default_factory=dict)
 
 
 class CompiledBlocks:
@@ -103,7 +102,8 @@ class CompiledBlocks:
         """What torch hands each graph of a class's forward to."""
 
         def to_code(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            self.counters.graphs[cls.__name__] += 1
+            graphs, name = self.counters.graphs, cls.__name__
+            graphs[name] = graphs.get(name, 0) + 1
             if self.backend != "inductor":
                 return torch._dynamo.lookup_backend(self.backend)(graph, inputs)
             from torch._inductor import list_mode_options

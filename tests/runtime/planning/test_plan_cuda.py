@@ -15,9 +15,9 @@ if not torch.cuda.is_available():
 
 from full_size_flux import write_flux_dev
 from sglang.multimodal_gen.runtime.entrypoints.bench.sides import describe, our_side
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import RequestControl
 from sglang.multimodal_gen.runtime.planning.estimate import estimate
 from sglang.multimodal_gen.runtime.planning.gpus import GPUS
-from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import RequestControl
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 
 GIB = 1 << 30

@@ -97,7 +97,7 @@ class StepTableCalls:
             return kwargs
         window = self._windows.get((denoiser, branch))
         if window is None or self.step not in window:
-            made = self._made(denoiser, table, prepare)
+            made = self._made(denoiser, table, kwargs, prepare)
             if made is None:
                 self._tables[denoiser] = None
                 return kwargs
@@ -112,15 +112,17 @@ class StepTableCalls:
             self._tables[denoiser] = table if here else None
         return self._tables[denoiser]
 
-    def _made(self, denoiser: nn.Module, table: StepTable, prepare: Prepare) -> _Window | None:
+    def _made(
+        self, denoiser: nn.Module, table: StepTable, kwargs: Kwargs, prepare: Prepare
+    ) -> _Window | None:
         method = getattr(denoiser, table.method)
+        wanted = inspect.signature(method).parameters.values()
+        if any(p.default is p.empty and p.name not in kwargs for p in wanted):
+            return None  # forward will say what is missing
         first = self.step // self._span * self._span
         times = self.timesteps[first : first + self._span]
         each = [prepare(t.expand(self.images)) for t in times]
-        arguments = {
-            name: _joined([kwargs.get(name) for kwargs in each])
-            for name in inspect.signature(method).parameters
-        }
+        arguments = {p.name: _joined([one.get(p.name) for one in each]) for p in wanted}
         rows = method(**arguments)
         if rows is None:
             return None

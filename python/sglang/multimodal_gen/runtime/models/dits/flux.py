@@ -355,7 +355,7 @@ class FluxTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         return self.proj_out(self.norm_out(image_BND, last))
 
     def modulation_rows(
-        self, timestep: Tensor, pooled_projections: Tensor, guidance: Tensor | None
+        self, timestep: Tensor, pooled_projections: Tensor, guidance: Tensor | None = None
     ) -> Tensor:
         """What modulates every block and the last norm, end to end, [B, widths of all]."""
         silu_temb_BD = self._silu_temb(timestep, pooled_projections, guidance)

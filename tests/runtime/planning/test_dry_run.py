@@ -81,6 +81,7 @@ def test_flux_has_the_operations_that_are_known_of_it():
             torch.empty(1, device="meta"),
             torch.empty(1, device="meta"),
             rotary=rotary,
+            modulation=torch.empty(1, sum(model.modulation_widths), **HALF),
         )
     assert total(tally, "product") == pytest.approx(59.5e12, rel=1e-3)
     assert total(tally, "attention") == pytest.approx(14.87e12, rel=1e-3)

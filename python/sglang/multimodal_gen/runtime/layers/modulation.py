@@ -10,11 +10,13 @@ steps at once, ``cache/step_table.py``): *conditioning* here is either, and told
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sglang.multimodal_gen.runtime.layers.ops.fp8_rows import FEW_ROWS
 from sglang.multimodal_gen.runtime.layers.ops.norm_modulate import norm_modulate
 
 
@@ -37,7 +39,25 @@ def shares(conditioning_BC: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]
 def rows_of(conditioning_BC: Tensor, linear: nn.Module, width: int) -> Tensor:
     """What a modulation's linear makes of the conditioning vector, [B, width], unless it is that
     already."""
-    return conditioning_BC if conditioning_BC.shape[-1] == width else linear(conditioning_BC)
+    if conditioning_BC.shape[-1] == width:
+        return conditioning_BC
+    return in_full_company(linear, conditioning_BC)
+
+
+def in_full_company(make: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    """What ``make`` gives for inputs with images first (None allowed), computed among `FEW_ROWS`
+    rows, of which those that are missing are zeros.
+
+    Libraries choose a product's kernel by its number of rows, so that a row's last bits depend on
+    how many come with it. Here they do not: one step's row in a forward and the same row in a table
+    of several steps are equal. It takes no longer: the product waits for its weight.
+    """
+    count = next(len(x) for x in inputs if x is not None)
+    if count >= FEW_ROWS:
+        return make(*inputs)
+    missing = FEW_ROWS - count
+    full = [None if x is None else F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) for x in inputs]
+    return make(*full)[:count]
 
 
 class AdaLayerNormZero(nn.Module):

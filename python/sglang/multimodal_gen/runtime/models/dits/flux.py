@@ -27,6 +27,7 @@ from sglang.multimodal_gen.runtime.layers.feed_forward import FeedForward
 from sglang.multimodal_gen.runtime.layers.modulation import (
     AdaLayerNormContinuous,
     AdaLayerNormZero,
+    in_full_company,
     shares,
 )
 from sglang.multimodal_gen.runtime.layers.ops.norm_modulate import add_gated
@@ -338,7 +339,8 @@ class FluxTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         """
         conditioning_BC = modulation
         if conditioning_BC is None:
-            conditioning_BC = self._silu_temb(timestep, pooled_projections, guidance)
+            given = (timestep, pooled_projections, guidance)
+            conditioning_BC = in_full_company(self._silu_temb, *given)
         double, single = self.transformer_blocks, self.single_transformer_blocks
         *of_blocks, last = shares(conditioning_BC, self.modulation_widths)
 
@@ -358,7 +360,8 @@ class FluxTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         self, timestep: Tensor, pooled_projections: Tensor, guidance: Tensor | None = None
     ) -> Tensor:
         """What modulates every block and the last norm, end to end, [B, widths of all]."""
-        silu_temb_BD = self._silu_temb(timestep, pooled_projections, guidance)
+        given = (timestep, pooled_projections, guidance)
+        silu_temb_BD = in_full_company(self._silu_temb, *given)
         kinds = AdaLayerNormZero | AdaLayerNormContinuous
         norms = [module for module in self.modules() if isinstance(module, kinds)]
         return torch.cat([norm.rows(silu_temb_BD) for norm in norms], dim=-1)

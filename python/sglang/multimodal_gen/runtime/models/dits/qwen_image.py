@@ -29,6 +29,7 @@ from sglang.multimodal_gen.runtime.layers.feed_forward import FeedForward
 from sglang.multimodal_gen.runtime.layers.modulation import (
     AdaLayerNormContinuous,
     AdaLN,
+    in_full_company,
     rows_of,
     shares,
 )
@@ -345,7 +346,7 @@ class QwenImageTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
             lengths, time_B = (image_length, reference_length), torch.cat((time_B, time_B * 0))
         conditioning_BC = modulation
         if conditioning_BC is None:
-            conditioning_BC = F.silu(self.time_text_embed(time_B))
+            conditioning_BC = self._silu_temb(time_B)
         *of_blocks, last = shares(conditioning_BC, self.modulation_widths)
         mask = _key_mask(encoder_hidden_states_mask, image_BND.shape[1])
         joint_rotary = rotary.joined()
@@ -363,10 +364,13 @@ class QwenImageTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         """
         if self.zero_cond_t:
             return None
-        silu_temb_BD = F.silu(self.time_text_embed(timestep.to(self.txt_norm.weight.dtype)))
+        silu_temb_BD = self._silu_temb(timestep.to(self.txt_norm.weight.dtype))
         kinds = QwenModulation | AdaLayerNormContinuous
         mods = [module for module in self.modules() if isinstance(module, kinds)]
         return torch.cat([mod.rows(silu_temb_BD) for mod in mods], dim=-1)
+
+    def _silu_temb(self, time_B: Tensor) -> Tensor:
+        return F.silu(in_full_company(self.time_text_embed, time_B))
 
 
 def check_axes(axes_dims_rope: Sequence[int], head_dim: int) -> None:

@@ -362,8 +362,9 @@ class FluxTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         """What modulates every block and the last norm, end to end, [B, widths of all]."""
         given = (timestep, pooled_projections, guidance)
         silu_temb_BD = in_full_company(self._silu_temb, *given)
-        kinds = AdaLayerNormZero | AdaLayerNormContinuous
-        norms = [module for module in self.modules() if isinstance(module, kinds)]
+        norms = [
+            m for m in self.modules() if isinstance(m, AdaLayerNormZero | AdaLayerNormContinuous)
+        ]
         return torch.cat([norm.rows(silu_temb_BD) for norm in norms], dim=-1)
 
     def _silu_temb(self, timestep: Tensor, pooled_BP: Tensor, guidance: Tensor | None) -> Tensor:

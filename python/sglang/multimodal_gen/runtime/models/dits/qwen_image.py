@@ -365,8 +365,7 @@ class QwenImageTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         if self.zero_cond_t:
             return None
         silu_temb_BD = self._silu_temb(timestep.to(self.txt_norm.weight.dtype))
-        kinds = QwenModulation | AdaLayerNormContinuous
-        mods = [module for module in self.modules() if isinstance(module, kinds)]
+        mods = [m for m in self.modules() if isinstance(m, QwenModulation | AdaLayerNormContinuous)]
         return torch.cat([mod.rows(silu_temb_BD) for mod in mods], dim=-1)
 
     def _silu_temb(self, time_B: Tensor) -> Tensor:

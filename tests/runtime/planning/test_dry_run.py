@@ -81,6 +81,38 @@ def test_flux_has_the_operations_that_are_known_of_it():
             torch.empty(1, device="meta"),
             torch.empty(1, device="meta"),
             rotary=rotary,
+            modulation=torch.empty(1, sum(model.modulation_widths), **HALF),
         )
     assert total(tally, "product") == pytest.approx(59.5e12, rel=1e-3)
     assert total(tally, "attention") == pytest.approx(14.87e12, rel=1e-3)
+
+
+@torch.inference_mode()
+def test_a_convolution_in_sixteen_bits_needs_room_to_change_layout():
+    def counted(x, dtype):
+        conv = nn.Conv2d(8, 16, 3, padding=1, device="meta", dtype=dtype)
+        with DryRun() as run:
+            tally = run.start()
+            conv(x)
+        return tally
+
+    shape, out = (1, 8, 64, 64), 16 * 64 * 64
+    half = torch.empty(shape, **HALF)
+    tally = counted(half, torch.bfloat16)
+    assert tally.peak_bytes == 2 * out + (half.nbytes + 2 * out)
+    assert [kernel.kind for kernel in tally.kernels] == ["product", "elementwise"]
+    last = half.to(memory_format=torch.channels_last)
+    assert counted(last, torch.bfloat16).peak_bytes == 2 * out, "it has its layout"
+    whole = torch.empty(shape, device="meta")
+    assert counted(whole, torch.float32).peak_bytes == 4 * out
+
+
+@torch.inference_mode()
+def test_upsampling_is_one_kernel_without_copies():
+    x = torch.empty(1, 8, 32, 32, **HALF)
+    for arguments in ({"scale_factor": 2.0}, {"size": (64, 64)}):
+        with DryRun() as run:
+            tally = run.start()
+            assert F.interpolate(x, mode="nearest", **arguments).shape == (1, 8, 64, 64)
+        assert len(tally.kernels) == 1
+        assert tally.peak_bytes == 4 * x.nbytes

@@ -3,14 +3,20 @@
 DiT, "Scalable Diffusion Models with Transformers" (Peebles and Xie, 2023), section 3.2, adaLN-Zero.
 All norms here are without affine parameters, eps 1e-6. The conditioning vector arrives *after* its
 SiLU: the trunk applies it once for all blocks (the reference applies it in each of FLUX's 57).
+
+In its place a modulation takes what its linear makes of it, where that was made before (for several
+steps at once, ``cache/step_table.py``): *conditioning* here is either, and told by its width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sglang.multimodal_gen.runtime.layers.ops.fp8_rows import FEW_ROWS
 from sglang.multimodal_gen.runtime.layers.ops.norm_modulate import norm_modulate
 
 
@@ -20,6 +26,38 @@ class AdaLN(NamedTuple):
     shift: Tensor
     scale: Tensor
     gate: Tensor
+
+
+def shares(conditioning_BC: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
+    """What each of several modulations is handed, whose linears give these widths: the vector
+    itself; or of rows made before, which lie end to end, its own."""
+    if conditioning_BC.shape[-1] != sum(widths):
+        return (conditioning_BC,) * len(widths)
+    return conditioning_BC.split(list(widths), dim=-1)
+
+
+def rows_of(conditioning_BC: Tensor, linear: nn.Module, width: int) -> Tensor:
+    """What a modulation's linear makes of the conditioning vector, [B, width], unless it is that
+    already."""
+    if conditioning_BC.shape[-1] == width:
+        return conditioning_BC
+    return in_full_company(linear, conditioning_BC)
+
+
+def in_full_company(make: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    """What ``make`` gives for inputs with images first (None allowed), computed among `FEW_ROWS`
+    rows, of which those that are missing are zeros.
+
+    Libraries choose a product's kernel by its number of rows, so that a row's last bits depend on
+    how many come with it. Here they do not: one step's row in a forward and the same row in a table
+    of several steps are equal. It takes no longer: the product waits for its weight.
+    """
+    count = next(len(x) for x in inputs if x is not None)
+    if count >= FEW_ROWS:
+        return make(*inputs)
+    missing = FEW_ROWS - count
+    full = [None if x is None else F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) for x in inputs]
+    return make(*full)[:count]
 
 
 class AdaLayerNormZero(nn.Module):
@@ -32,11 +70,16 @@ class AdaLayerNormZero(nn.Module):
     def __init__(self, dim: int, count: int) -> None:
         super().__init__()
         self.count = count
-        self.linear = nn.Linear(dim, 3 * count * dim)
+        self.width = 3 * count * dim
+        self.linear = nn.Linear(dim, self.width)
 
-    def forward(self, silu_temb_BD: Tensor) -> tuple[AdaLN, ...]:
+    def rows(self, conditioning_BC: Tensor) -> Tensor:
+        """All of them, [B, width]."""
+        return rows_of(conditioning_BC, self.linear, self.width)
+
+    def forward(self, conditioning_BC: Tensor) -> tuple[AdaLN, ...]:
         """Triples, each member [B, 1, D]."""
-        chunks = self.linear(silu_temb_BD)[:, None].chunk(3 * self.count, dim=-1)
+        chunks = self.rows(conditioning_BC)[:, None].chunk(3 * self.count, dim=-1)
         return tuple(AdaLN(*chunks[3 * i : 3 * i + 3]) for i in range(self.count))
 
 
@@ -45,9 +88,14 @@ class AdaLayerNormContinuous(nn.Module):
 
     def __init__(self, dim: int, conditioning_dim: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(conditioning_dim, 2 * dim)
+        self.width = 2 * dim
+        self.linear = nn.Linear(conditioning_dim, self.width)
 
-    def forward(self, x_BSD: Tensor, silu_temb_BD: Tensor) -> Tensor:
+    def rows(self, conditioning_BC: Tensor) -> Tensor:
+        """Scale and shift, [B, width]."""
+        return rows_of(conditioning_BC, self.linear, self.width)
+
+    def forward(self, x_BSD: Tensor, conditioning_BC: Tensor) -> Tensor:
         """Norm and modulate; [B, S, D] -> [B, S, D]."""
-        scale_B1D, shift_B1D = self.linear(silu_temb_BD)[:, None].chunk(2, dim=-1)
+        scale_B1D, shift_B1D = self.rows(conditioning_BC)[:, None].chunk(2, dim=-1)
         return norm_modulate(x_BSD, shift_B1D, scale_B1D)

@@ -85,6 +85,10 @@ class DryRun:
         self.live += nbytes
         self.tally.peak_bytes = max(self.tally.peak_bytes, self.live)
 
+    def passing(self, nbytes: int) -> None:
+        """Memory that one operation takes for itself and gives back at its end."""
+        self.tally.peak_bytes = max(self.tally.peak_bytes, self.live + nbytes)
+
     def _freed(self, nbytes: int) -> None:
         self.live -= nbytes
 
@@ -105,7 +109,10 @@ class _Operations(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         inputs = _meta(tree_leaves((args, kwargs)))
-        if func._overloadpacket not in flop_registry:
+        if func._overloadpacket in _NEAREST:
+            # Taken apart it would be an index of all pixels; on a GPU it is one kernel.
+            func, args, kwargs = func._overloadpacket.default, _by_size(*args), {}
+        elif func._overloadpacket not in flop_registry:
             # In inference mode composed operations arrive whole: a linear is a product in them.
             with self:
                 out = func.decompose(*args, **kwargs)
@@ -129,7 +136,23 @@ class _Operations(TorchDispatchMode):
         self._run.count(Kernel("product" if product else "elementwise", flops, moved, bits))
         for tensor in fresh:
             self._run.made(tensor)
+        if packet is torch.ops.aten.convolution:
+            self._change_layout(args[0], out)
         return out
+
+    def _change_layout(self, x: Tensor, out: Tensor) -> None:
+        """What a convolution in 16 bits does beside its product where channels come first.
+
+        cuDNN's kernels want channels last: input and output are copied, into a workspace that is as
+        large as both. (FLUX's VAE on an H200: this makes 1.87 GiB of peak the 2.38 measured, and
+        so at four times the pixels.)
+        """
+        last = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
+        if x.element_size() != 2 or x.ndim not in (4, 5) or x.is_contiguous(memory_format=last):
+            return
+        workspace = _nbytes(x) + _nbytes(out)
+        self._run.count(Kernel("elementwise", 0, 2 * workspace, x.element_size() * 8))
+        self._run.passing(workspace)
 
 
 class _Values(TorchFunctionMode):
@@ -185,6 +208,23 @@ _STAND_INS: Mapping[str, Callable[[Tensor], Any]] = {
     "torch.Tensor.numpy": lambda x: _zeros(x).numpy(),
     "torch.Tensor.cpu": lambda x: _zeros(x),
 }
+
+
+_NEAREST = tuple(
+    getattr(torch.ops.aten, f"{name}{dims}d")
+    for name in ("upsample_nearest", "_upsample_nearest_exact")
+    for dims in (1, 2, 3)
+)
+
+
+def _by_size(
+    x: Tensor, size: Sequence[int] | None, scales: Sequence[float] | float | None = None, *_: Any
+) -> tuple[Tensor, Sequence[int]]:
+    """The arguments of an upsampling, with the size of its result in place of scales."""
+    if size is None:
+        assert isinstance(scales, Sequence), "one of the two is given"
+        size = [int(s * scale) for s, scale in zip(x.shape[2:], scales, strict=True)]
+    return x, size
 
 
 def _zeros(x: Tensor) -> Tensor:

@@ -53,6 +53,8 @@ class ComponentPlan:
 class StagePlan:
     """One stage: the device memory that weights and activations take meanwhile, and its seconds.
 
+    Weights are those in use, and those of the next stage where there is room to bring them already;
+    beside activations the libraries' workspaces are counted.
     ``transfer_seconds`` are those of weights on their way, as far as they are not hidden behind
     the computation; they are part of ``seconds``.
     """
@@ -127,10 +129,12 @@ def estimate(
     batches = _batches(model, params)
     runs = [_dry_run(pipeline, batch) for batch in batches]
     steps = params.num_inference_steps or _STEPS
-    stages = [
-        _stage_plan(pipeline, name, [run[name] for run in runs], steps, sizes, plan, gpu)
-        for name in pipeline.stages
-    ]
+    stages, workspace = [], 0
+    for name in pipeline.stages:
+        counted = [run[name] for run in runs]
+        if any(kernel.kind == "product" for run in counted for kernel in (*run.once, *run.step)):
+            workspace = gpu.workspace_bytes  # from the first product on, for good
+        stages.append(_stage_plan(pipeline, name, counted, steps, sizes, plan, gpu, workspace))
     loops = [s for s in stages if pipeline.stage_roles[s.name] is RoleType.DENOISER]
     step = sum(stage.seconds for stage in loops) / max(1, steps * len(batches))
     return Estimate(
@@ -263,11 +267,13 @@ def _stage_plan(
     sizes: Sequence[ComponentFacts],
     plan: ResidencyPlan,
     gpu: GPU,
+    workspace: int,
 ) -> StagePlan:
-    """One stage over all batches of the request."""
+    """One stage over all batches of the request, beside a ``workspace`` of the libraries."""
     used = {facts.name: facts for facts in sizes if facts.name in pipeline.stage_uses[name]}
     weights = sum(plan[facts.name].always(facts) for facts in sizes)
-    weights += sum(plan[facts.name].in_use(facts) for facts in used.values())
+    present = {*used, *_coming(pipeline, name, plan)}
+    weights += sum(plan[facts.name].in_use(facts) for facts in sizes if facts.name in present)
     streamed, brought = 0, 0
     for facts in used.values():
         moved = plan[facts.name].in_host(facts)
@@ -288,8 +294,17 @@ def _stage_plan(
     return StagePlan(
         name=name,
         weight_bytes=weights,
-        activation_bytes=max(run.peak_bytes for run in runs),
+        activation_bytes=max(run.peak_bytes for run in runs) + workspace,
         seconds=computed + waited,
         transfer_seconds=waited,
         tera_operations=flops / 1e12,
     )
+
+
+def _coming(pipeline: ComposedPipelineBase, name: str, plan: ResidencyPlan) -> Sequence[str]:
+    """What the next stage that needs offloaded components has brought while this one runs, as
+    `ResidencyManager` does where there is room."""
+    order = list(pipeline.stages)
+    later = (pipeline.stage_uses[other] for other in order[order.index(name) + 1 :])
+    moving = ([n for n in names if plan[n].mode is not Residency.RESIDENT] for names in later)
+    return next((names for names in moving if names), []) if plan.overlap else []

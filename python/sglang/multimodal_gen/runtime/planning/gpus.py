@@ -22,10 +22,15 @@ _CONTEXT = GIB // 2
 """What CUDA and its libraries keep for themselves."""
 
 
+_WORKSPACE, _LARGE_WORKSPACE = (2 * 4096 + 8 * 16) << 10, 32 << 20
+"""What torch asks for on cuBLAS's behalf; the second on Hopper and Blackwell's data-center GPUs."""
+
+
 @dataclass(frozen=True, slots=True)
 class GPU:
     """A GPU by its data sheet: GiB, dense TFLOP/s in 16 bits and (TF32 off) in 32, TB/s of memory,
-    GB/s of copies from pinned host memory, and TFLOP/s in e4m3, 0 where it has no such products."""
+    GB/s of copies from pinned host memory, TFLOP/s in e4m3, 0 where it has no such products, and
+    what cuBLAS takes through torch's allocator from the first product on."""
 
     name: str
     gib: float
@@ -34,6 +39,7 @@ class GPU:
     terabytes: float
     link_gigabytes: float
     byte_tflops: float = 0.0
+    workspace_bytes: int = _WORKSPACE
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -67,10 +73,10 @@ class GPU:
 
 
 _TABLE = (
-    GPU("h200", 139.8, 989, 67, 4.8, 55, 1979),
-    GPU("h100", 79.1, 989, 67, 3.35, 55, 1979),
-    GPU("h20", 95.0, 148, 44, 4.0, 55, 296),
-    GPU("b200", 178.0, 2250, 80, 8.0, 55, 4500),
+    GPU("h200", 139.8, 989, 67, 4.8, 55, 1979, _LARGE_WORKSPACE),
+    GPU("h100", 79.1, 989, 67, 3.35, 55, 1979, _LARGE_WORKSPACE),
+    GPU("h20", 95.0, 148, 44, 4.0, 55, 296, _LARGE_WORKSPACE),
+    GPU("b200", 178.0, 2250, 80, 8.0, 55, 4500, _LARGE_WORKSPACE),
     GPU("a100-80g", 79.1, 312, 19.5, 2.0, 25),
     GPU("a100-40g", 39.4, 312, 19.5, 1.55, 25),
     GPU("l40s", 44.4, 362, 91, 0.864, 25, 733),

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sglang.multimodal_gen.runtime.cache.step_cache_plan import CachedBlocks, StepCachePlan
+from sglang.multimodal_gen.runtime.cache.step_table import StepTable
 from sglang.multimodal_gen.runtime.layers.attention.usp import USPAttention
 from sglang.multimodal_gen.runtime.layers.embeddings import (
     SINUSOID_CHANNELS,
@@ -26,6 +27,8 @@ from sglang.multimodal_gen.runtime.layers.feed_forward import FeedForward
 from sglang.multimodal_gen.runtime.layers.modulation import (
     AdaLayerNormContinuous,
     AdaLayerNormZero,
+    in_full_company,
+    shares,
 )
 from sglang.multimodal_gen.runtime.layers.ops.norm_modulate import add_gated
 from sglang.multimodal_gen.runtime.layers.products import (
@@ -183,12 +186,18 @@ class FluxTransformerBlock(nn.Module):
         self.ff = FeedForward(dim)
         self.ff_context = FeedForward(dim)
 
+    @property
+    def modulations(self) -> tuple[AdaLayerNormZero, ...]:
+        """Of the image, then of the text."""
+        return self.norm1, self.norm1_context
+
     def forward(
-        self, image_BND: Tensor, text_BTD: Tensor, silu_temb_BD: Tensor, rotary: Rotary
+        self, image_BND: Tensor, text_BTD: Tensor, conditioning_BC: Tensor, rotary: Rotary
     ) -> tuple[Tensor, Tensor]:
         """One block on both streams."""
-        attn_mod, ff_mod = self.norm1(silu_temb_BD)
-        text_attn_mod, text_ff_mod = self.norm1_context(silu_temb_BD)
+        image_share, text_share = shares(conditioning_BC, [m.width for m in self.modulations])
+        attn_mod, ff_mod = self.norm1(image_share)
+        text_attn_mod, text_ff_mod = self.norm1_context(text_share)
 
         # Joint attention.
         image_out, text_out = self.attn.joint(
@@ -226,9 +235,14 @@ class FluxSingleTransformerBlock(nn.Module):
         self.proj_out = nn.Linear(dim + mlp_ratio * dim, dim)
         self.attn = FluxAttention(dim, head_dim, double_stream=False)
 
-    def forward(self, x_BSD: Tensor, silu_temb_BD: Tensor, rotary: Rotary) -> Tensor:
+    @property
+    def modulations(self) -> tuple[AdaLayerNormZero, ...]:
+        """The one that it has."""
+        return (self.norm,)
+
+    def forward(self, x_BSD: Tensor, conditioning_BC: Tensor, rotary: Rotary) -> Tensor:
         """One block on the joint sequence."""
-        (mod,) = self.norm(silu_temb_BD)
+        (mod,) = self.norm(conditioning_BC)
         normed = norm_modulate(x_BSD, mod.shift, mod.scale, into=self.proj_mlp)
         attended = self.attn.begin(normed, rotary)
         mlp = gelu_linear(normed, self.proj_mlp, into=self.proj_out)
@@ -288,6 +302,8 @@ class FluxTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         )
         self.norm_out = AdaLayerNormContinuous(dim, dim)
         self.proj_out = nn.Linear(dim, patch_size * patch_size * out_channels)
+        widths = [*[12 * dim] * num_layers, *[3 * dim] * num_single_layers]
+        self.modulation_widths = (*widths, self.norm_out.width)
 
     def rotary_embedding(self, text_length: int, height: int, width: int) -> Rotary:
         """Angles of the joint sequence for an image of ``height`` x ``width`` packed tokens.
@@ -311,31 +327,53 @@ class FluxTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         guidance: Tensor | None = None,
         *,
         rotary: Rotary,
+        modulation: Tensor | None = None,
     ) -> Tensor:
         """Velocity at the image tokens, [B, N, out_channels].
 
         ``hidden_states`` [B, N, in_channels], ``encoder_hidden_states`` [B, T, text width],
         ``pooled_projections`` [B, P], ``timestep`` [B] in 0..1, ``guidance`` [B] only for
-        checkpoints with ``guidance_embeds``, ``rotary`` from :meth:`rotary_embedding`.
+        checkpoints with ``guidance_embeds``, ``rotary`` from :meth:`rotary_embedding`,
+        ``modulation`` from :meth:`modulation_rows`, which stands for all that depends on time,
+        guidance and the pooled prompt.
         """
-        # Time and guidance are cast *before* the factor 1000 comes back, as in the reference:
-        # bf16 turns a guidance of 3.5 into 3504, and the checkpoint was distilled with that.
-        dtype = hidden_states.dtype
-        time_B = timestep.to(dtype) * 1000
-        guidance_B = None if guidance is None else guidance.to(dtype) * 1000
-        silu_temb_BD = F.silu(self.time_text_embed(time_B, guidance_B, pooled_projections))
+        conditioning_BC = modulation
+        if conditioning_BC is None:
+            given = (timestep, pooled_projections, guidance)
+            conditioning_BC = in_full_company(self._silu_temb, *given)
+        double, single = self.transformer_blocks, self.single_transformer_blocks
+        *of_blocks, last = shares(conditioning_BC, self.modulation_widths)
 
         image_BND = self.x_embedder(hidden_states)
         text_BTD = self.context_embedder(encoder_hidden_states)
-        for block in self.transformer_blocks:
-            image_BND, text_BTD = block(image_BND, text_BTD, silu_temb_BD, rotary)
+        for block, share in zip(double, of_blocks[: len(double)], strict=True):
+            image_BND, text_BTD = block(image_BND, text_BTD, share, rotary)
 
         x_BSD = torch.cat((text_BTD, image_BND), dim=1)
-        for block in self.single_transformer_blocks:
-            x_BSD = block(x_BSD, silu_temb_BD, rotary)
+        for block, share in zip(single, of_blocks[len(double) :], strict=True):
+            x_BSD = block(x_BSD, share, rotary)
 
         image_BND = x_BSD[:, encoder_hidden_states.shape[1] :]
-        return self.proj_out(self.norm_out(image_BND, silu_temb_BD))
+        return self.proj_out(self.norm_out(image_BND, last))
+
+    def modulation_rows(
+        self, timestep: Tensor, pooled_projections: Tensor, guidance: Tensor | None = None
+    ) -> Tensor:
+        """What modulates every block and the last norm, end to end, [B, widths of all]."""
+        given = (timestep, pooled_projections, guidance)
+        silu_temb_BD = in_full_company(self._silu_temb, *given)
+        norms = [
+            m for m in self.modules() if isinstance(m, AdaLayerNormZero | AdaLayerNormContinuous)
+        ]
+        return torch.cat([norm.rows(silu_temb_BD) for norm in norms], dim=-1)
+
+    def _silu_temb(self, timestep: Tensor, pooled_BP: Tensor, guidance: Tensor | None) -> Tensor:
+        # Time and guidance are cast *before* the factor 1000 comes back, as in the reference:
+        # bf16 turns a guidance of 3.5 into 3504, and the checkpoint was distilled with that.
+        dtype = pooled_BP.dtype
+        time_B = timestep.to(dtype) * 1000
+        guidance_B = None if guidance is None else guidance.to(dtype) * 1000
+        return F.silu(self.time_text_embed(time_B, guidance_B, pooled_BP))
 
 
 def _within_fp16(x: Tensor) -> Tensor:
@@ -370,22 +408,27 @@ SP_PLAN = SequencePlan(
 
 
 def _modulated_input(block: FluxTransformerBlock, image_BND: Tensor, *args: Tensor) -> Tensor:
-    _text_BTD, silu_temb_BD, _rotary = args
-    attn_mod, _ = block.norm1(silu_temb_BD)
+    _text_BTD, conditioning_BC, _rotary = args
+    image_share, _ = shares(conditioning_BC, [m.width for m in block.modulations])
+    attn_mod, _ = block.norm1(image_share)
     return norm_modulate(image_BND, attn_mod.shift, attn_mod.scale)
 
 
 STEP_CACHE = StepCachePlan(
     blocks=(
         CachedBlocks(
-            "transformer_blocks", carries=("image_BND", "text_BTD"), per_image=("silu_temb_BD",)
+            "transformer_blocks", carries=("image_BND", "text_BTD"), per_image=("conditioning_BC",)
         ),
-        CachedBlocks("single_transformer_blocks", carries=("x_BSD",), per_image=("silu_temb_BD",)),
+        CachedBlocks(
+            "single_transformer_blocks", carries=("x_BSD",), per_image=("conditioning_BC",)
+        ),
     ),
     streams=("image",),
     signal=_modulated_input,
     # TeaCache's fit to FLUX.1-dev (Liu et al. 2024).
     polynomial=(498.651651, -283.781631, 55.8554382, -3.82021401, 0.264230861),
 )
+
+STEP_TABLE = StepTable(argument="modulation", method="modulation_rows")
 
 EntryClass = FluxTransformer2DModel

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sglang.multimodal_gen.runtime.cache.step_cache_plan import CachedBlocks, StepCachePlan
+from sglang.multimodal_gen.runtime.cache.step_table import StepTable
 from sglang.multimodal_gen.runtime.layers.attention.usp import USPAttention
 from sglang.multimodal_gen.runtime.layers.embeddings import (
     SINUSOID_CHANNELS,
@@ -25,7 +26,13 @@ from sglang.multimodal_gen.runtime.layers.embeddings import (
     sinusoid,
 )
 from sglang.multimodal_gen.runtime.layers.feed_forward import FeedForward
-from sglang.multimodal_gen.runtime.layers.modulation import AdaLayerNormContinuous, AdaLN
+from sglang.multimodal_gen.runtime.layers.modulation import (
+    AdaLayerNormContinuous,
+    AdaLN,
+    in_full_company,
+    rows_of,
+    shares,
+)
 from sglang.multimodal_gen.runtime.layers.ops.norm_modulate import add_gated
 from sglang.multimodal_gen.runtime.layers.products import (
     add_gated_norm_modulate,
@@ -126,15 +133,21 @@ class QwenModulation(nn.Sequential):
 
     def __init__(self, dim: int) -> None:
         super().__init__(nn.Identity(), nn.Linear(dim, 6 * dim))
+        self.width = 6 * dim
+
+    def rows(self, conditioning_BC: Tensor) -> Tensor:
+        """All of them, [B, width]."""
+        return rows_of(conditioning_BC, self[1], self.width)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, silu_temb_BD: Tensor, lengths: tuple[int, ...]
+        self, conditioning_BC: Tensor, lengths: tuple[int, ...]
     ) -> tuple[TokenModulation, TokenModulation]:
         """For attention and feed-forward, of a stream with stretches of these ``lengths``.
 
-        ``silu_temb_BD`` holds the rows of one stretch after those of another.
+        ``conditioning_BC`` (`layers.modulation`) holds the rows of one stretch after those of
+        another.
         """
-        rows = self[1](silu_temb_BD)[:, None].chunk(len(lengths))
+        rows = self.rows(conditioning_BC)[:, None].chunk(len(lengths))
         chunks = [row.chunk(6, dim=-1) for row in rows]
         first, second = (
             tuple(AdaLN(*chunk[start : start + 3]) for chunk in chunks) for start in (0, 3)
@@ -201,14 +214,15 @@ class QwenImageTransformerBlock(nn.Module):
         self,
         image_BND: Tensor,
         text_BTD: Tensor,
-        silu_temb_BD: Tensor,
+        conditioning_BC: Tensor,
         lengths: tuple[int, ...],
         rotary: Rotary,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """One block on both streams; the image's stretches have these ``lengths``."""
-        image_attn, image_mlp = self.img_mod(silu_temb_BD, lengths)
-        text_attn, text_mlp = self.txt_mod(silu_temb_BD[: len(text_BTD)], (text_BTD.shape[1],))
+        image_share, text_share = shares(conditioning_BC, (self.img_mod.width, self.txt_mod.width))
+        image_attn, image_mlp = self.img_mod(image_share, lengths)
+        text_attn, text_mlp = self.txt_mod(text_share[: len(text_BTD)], (text_BTD.shape[1],))
 
         # Joint attention.
         image_out, text_out = self.attn(
@@ -285,6 +299,7 @@ class QwenImageTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         )
         self.norm_out = AdaLayerNormContinuous(dim, dim)
         self.proj_out = nn.Linear(dim, patch_size * patch_size * out_channels)
+        self.modulation_widths = (*[12 * dim] * num_layers, self.norm_out.width)
 
     def rotary_embedding(
         self, text_length: int, image: Grid, references: Sequence[Grid] = ()
@@ -313,12 +328,14 @@ class QwenImageTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         timestep: Tensor | None = None,
         *,
         rotary: PictureRotary,
+        modulation: Tensor | None = None,
     ) -> Tensor:
         """Velocity at the tokens of the picture to make, [B, N, out_channels].
 
         ``hidden_states`` [B, N + R, in_channels], ``encoder_hidden_states`` [B, T, text width],
         ``encoder_hidden_states_mask`` boolean [B, T], True = a token; None where all are,
-        ``timestep`` [B] in 0..1, ``rotary`` from :meth:`rotary_embedding`.
+        ``timestep`` [B] in 0..1, ``rotary`` from :meth:`rotary_embedding`, ``modulation`` from
+        :meth:`modulation_rows`, which stands for all that depends on time.
         """
         assert timestep is not None
         image_BND = self.img_in(hidden_states)
@@ -327,17 +344,32 @@ class QwenImageTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         lengths, time_B = (image_BND.shape[1],), timestep.to(image_BND.dtype)
         if self.zero_cond_t and reference_length:
             lengths, time_B = (image_length, reference_length), torch.cat((time_B, time_B * 0))
-        silu_temb_BD = F.silu(self.time_text_embed(time_B))
+        conditioning_BC = modulation
+        if conditioning_BC is None:
+            conditioning_BC = self._silu_temb(time_B)
+        *of_blocks, last = shares(conditioning_BC, self.modulation_widths)
         mask = _key_mask(encoder_hidden_states_mask, image_BND.shape[1])
         joint_rotary = rotary.joined()
 
-        for block in self.transformer_blocks:
-            image_BND, text_BTD = block(
-                image_BND, text_BTD, silu_temb_BD, lengths, joint_rotary, mask
-            )
+        for block, share in zip(self.transformer_blocks, of_blocks, strict=True):
+            image_BND, text_BTD = block(image_BND, text_BTD, share, lengths, joint_rotary, mask)
 
         image_BND = image_BND[:, :image_length]
-        return self.proj_out(self.norm_out(image_BND, silu_temb_BD[: len(image_BND)]))
+        return self.proj_out(self.norm_out(image_BND, last[: len(image_BND)]))
+
+    def modulation_rows(self, timestep: Tensor) -> Tensor | None:
+        """What modulates every block and the last norm, end to end, [B, widths of all].
+
+        None with ``zero_cond_t``: reference pictures have rows of their own there.
+        """
+        if self.zero_cond_t:
+            return None
+        silu_temb_BD = self._silu_temb(timestep.to(self.txt_norm.weight.dtype))
+        mods = [m for m in self.modules() if isinstance(m, QwenModulation | AdaLayerNormContinuous)]
+        return torch.cat([mod.rows(silu_temb_BD) for mod in mods], dim=-1)
+
+    def _silu_temb(self, time_B: Tensor) -> Tensor:
+        return F.silu(in_full_company(self.time_text_embed, time_B))
 
 
 def check_axes(axes_dims_rope: Sequence[int], head_dim: int) -> None:
@@ -406,10 +438,12 @@ STEP_CACHE = StepCachePlan(
         CachedBlocks(
             "transformer_blocks",
             carries=("image_BND", "text_BTD"),
-            per_image=("silu_temb_BD", "mask"),
+            per_image=("conditioning_BC", "mask"),
         ),
     ),
     streams=("image", "reference"),
 )
+
+STEP_TABLE = StepTable(argument="modulation", method="modulation_rows")
 
 EntryClass = QwenImageTransformer2DModel

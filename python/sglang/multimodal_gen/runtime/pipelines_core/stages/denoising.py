@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sglang.multimodal_gen.runtime.cache.step_table import TableCounters, begin_tables
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.pipelines_core.role import RoleType
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
@@ -102,6 +103,7 @@ class DenoisingStage(PipelineStage):
         if step_caches is None:
             step_caches = StepCaches({self.experts.names[0]: transformer}, ParallelState.single())
         self.step_caches = step_caches
+        self.table_counters = TableCounters()
 
     def forward(self, batch: Req, server_args: ServerArgs) -> Req:
         """Denoises ``batch.latents`` in place of the noise, ready for the VAE."""
@@ -118,6 +120,7 @@ class DenoisingStage(PipelineStage):
         # What the loop's own draws depend on; a stage whose loop draws declares that it reads them.
         generators = batch.generator if "generator" in (self.reads or ()) else []
         cache = self.step_caches.begin(batch)
+        tables = begin_tables(batch.timesteps, len(batch.latents), self.table_counters)
         first, latents = self.checkpoints.begin(batch, scheduler, batch.latents, generators, cache)
         batch.control.report("denoise", first, total, "denoising")
         for step in range(first, total):
@@ -126,8 +129,10 @@ class DenoisingStage(PipelineStage):
             t_B = t.expand(len(latents))
             expert = experts[step]
             self.experts.bring(expert)
+            if tables is not None:
+                tables.step = step
             prediction = self.guidance.predict(
-                expert.denoiser, config, batch, model_input, t_B, expert.scale, cache
+                expert.denoiser, config, batch, model_input, t_B, expert.scale, cache, tables
             )
             self.previews.show(batch, config, step, latents, prediction)
             latents = scheduler.step(prediction, t, latents, return_dict=False)[0]

@@ -60,8 +60,7 @@ def norm_rotate_join(
     """
     if not streams[0].has_kernel:
         queries, keys = zip(*(stream.normed() for stream in streams), strict=True)
-        q, k = torch.cat(queries, dim=1), torch.cat(keys, dim=1)
-        v = torch.cat([stream.v for stream in streams], dim=1)
+        q, k, v = (_after(parts) for parts in (queries, keys, [stream.v for stream in streams]))
         return rotate_pairs(q, rotary), rotate_pairs(k, rotary), v
 
     length = sum(stream.q.shape[1] for stream in streams)
@@ -92,6 +91,7 @@ def _norm_rotate_stream(stream: HeadStream, rotary: Rotary, room: HeadRoom) -> N
         return
     write = qk_norm_rotary if stream.has_kernel else qk_norm_rotary_plain
     assert norm_q.eps is not None
+    assert norm_k.weight is not None
     moved = None if room.v is None else v
     write(
         q, k, moved, norm_q.weight, norm_k.weight, *rotary, norm_q.eps, *room
@@ -103,6 +103,11 @@ def _normed(norm: nn.RMSNorm | NormAcrossHeads, x: Tensor) -> Tensor:
     if norm.normalized_shape[0] == x.shape[-1]:
         return norm(x)
     return norm(x.flatten(2)).view(x.shape)
+
+
+def _after(parts: Sequence[Tensor]) -> Tensor:
+    """One after another along the sequence; one alone as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=1)
 
 
 def _joined(values: list[Tensor], length: int) -> Tensor:

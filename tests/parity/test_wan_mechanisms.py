@@ -12,7 +12,9 @@ from torch import nn
 from sglang.multimodal_gen.runtime.managers.batch_merging import join, part_of, signature
 from sglang.multimodal_gen.runtime.memory.offloaded_component import OffloadedComponent
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import RequestControl
+from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest
+from sglang.multimodal_gen.runtime.verify.verification import Wish, verify
 
 from parity.compare import compare
 from parity.harness import MOVED, checkpoint_folder
@@ -226,3 +228,10 @@ def test_an_adapter_for_one_expert_leaves_the_other_alone(
         assert torch.equal(frames(generator, values), plain)
     distinct = [plain, *made.values()]
     assert not any(torch.equal(one, two) for i, one in enumerate(distinct) for two in distinct[:i])
+
+
+def test_verify_puts_an_adapter_on_both_experts(checkpoints: Path) -> None:
+    root = checkpoint_folder(EXPERTS, checkpoints)
+    args = ServerArgs.from_flat(model_path=str(root), device="cpu", precision="fp32")
+    found = verify(args, Wish(checks=("lora",), weights="real"), lambda said: None)
+    assert [(row.name, row.verdict) for row in found.rows] == [("lora", "ok")]

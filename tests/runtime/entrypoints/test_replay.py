@@ -118,8 +118,12 @@ def test_what_cannot_be_made_again_is_said(fake, tmp_path, capsys):
     named = str(written(tmp_path / "named.png", model="what-the-server-called-it"))
     assert main(["replay", named, "--model-path", "demo"]) == 0
     assert "must be a whole number" in error(good, "--tolerance", "x")
-    assert "--image-path" in error(str(written(tmp_path / "b.png", task_type="TI2I")))
-    edit = str(written(tmp_path / "c.png", task_type="TI2I"))
+    for needs in ({"task_type": "I2I"}, {"task_type": "TI2I", "image_path": ["gone.png"]}):
+        assert "--image-path" in error(str(written(tmp_path / "b.png", **needs)))
+    for task in ("TI2I", "T2I", "of a later version"):  # pictures at will, and none were given
+        assert main(["replay", str(written(tmp_path / "b.png", task_type=task))]) == 0
+        assert "image_path" not in fake.asked
+    edit = str(written(tmp_path / "c.png", task_type="TI2I", image_path=["gone.png"]))
     assert main(["replay", edit, "--image-path", good]) == 0
     assert fake.asked["image_path"] == [good]
     fake.array = ARRAY[:8]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import struct
@@ -15,7 +16,7 @@ import pytest
 from PIL import Image
 
 from runtime.entrypoints.http.conftest import SMALL, SlowRunner, picture
-from sglang.multimodal_gen.runtime.utils.image_file import load_input_image
+from sglang.multimodal_gen.runtime.utils.image_file import load_input_image, read_metadata
 
 FIELDS = {k: str(v) for k, v in SMALL.items()} | {"task_type": "TI2I"}
 
@@ -61,7 +62,12 @@ def test_pictures_arrive_in_order_however_they_are_sent(live, tmp_path):
     reply = client.images.edit(image=three, **options)
     assert reply.data[0].seed == 5
     assert (reply.output_format, reply.size) == ("png", "6x4")
-    assert edit(live, [("image", f) for f in three]).status_code == 200
+    answered = edit(live, [("image", f) for f in three])
+    made = tmp_path / "made.png"
+    made.write_bytes(base64.b64decode(answered.json()["data"][0]["b64_json"]))
+    about = read_metadata(made)
+    assert about is not None
+    assert about.parameters["image_path"] == "given"  # so that a replay asks for them
     client.images.edit(image=three[0], **options)
     seen = [[image.getpixel((0, 0)) for image in images] for images in live.runner.seen]
     assert seen == [COLOURS, COLOURS, COLOURS[:1]]

@@ -76,7 +76,7 @@ def test_a_norm_hands_on_quantised_rows(gated):
     shift, scale, gate = random(2, 1, 240, seed=1).chunk(3, dim=-1)
     gates = (gate, update) if gated else (None, None)
     total, normed, values, row_scale = norm_modulate_kernel.launch_rows(
-        x, *gates, shift, scale, norm.EPS, torch.float32
+        x, *gates, shift, scale, norm.EPS, values_dtype=torch.float32
     )
     alone = norm_modulate_kernel.launch(x, *gates, shift, scale, norm.EPS)
     assert torch.equal(total, alone[0])

@@ -55,6 +55,40 @@ def test_norm_modulate(shape, dtype):
     assert torch.equal(summed, total)
 
 
+@pytest.mark.parametrize("each_row", [False, True])
+def test_modulation_may_be_wider_than_the_rows_and_differ_between_them(each_row):
+    """float32 beside bfloat16, as a table of scales makes it: [B, S, 6, D], or [B, 1, 6, D]."""
+    x, update = (random(2, 5, 48, dtype=torch.bfloat16, seed=seed) for seed in (2, 3))
+    table = random(2, 5 if each_row else 1, 3, 48, dtype=torch.float32, seed=1)
+    shift, scale, gate = table.unbind(-2)
+    total, normed = norm_modulate_kernel.launch(x, gate, update, shift, scale, 1e-4)
+    twin = norm.add_gated_norm_modulate_plain(x, gate, update, shift, scale, 1e-4)
+    exact = norm.add_gated_norm_modulate_plain(
+        *(t.double() for t in (x, gate, update, shift, scale)), 1e-4
+    )
+    for got, plain, right in zip((total, normed), twin, exact, strict=True):
+        assert got.dtype == plain.dtype == torch.bfloat16
+        assert max(relative_l2(got, right), relative_l2(plain, right)) < LIMITS[torch.bfloat16]
+    first_row = (t[:, :1] for t in (gate, shift, scale))
+    gate, shift, scale = first_row
+    _, other = norm_modulate_kernel.launch(x, gate, update, shift, scale, 1e-4)
+    assert torch.equal(other, normed) is not each_row
+
+
+def test_an_affine_norm_after_a_sum_without_a_gate():
+    x, _, update, _, _ = norm_inputs(2, 3, 48, torch.float32)
+    weight, bias = random(48, dtype=torch.float32, seed=4), random(48, dtype=torch.float32, seed=5)
+    found = norm_modulate_kernel.launch(x, None, update, bias, weight, 1e-3, True)
+    summed = x.double() + update
+    exact = torch.nn.functional.layer_norm(summed, (48,), weight.double(), bias.double(), 1e-3)
+    twin = norm.add_gated_norm_modulate_plain(x, None, update, bias, weight, 1e-3, True)
+    for total, normed in (found, twin):
+        assert relative_l2(total, summed) < LIMITS[torch.float32]
+        assert relative_l2(normed, exact) < LIMITS[torch.float32]
+    assert relative_l2(norm_modulate_kernel.launch(x, None, update, bias, weight, 1e-6, True)[1],
+                       exact) > LIMITS[torch.float32]  # fmt: skip
+
+
 def test_norm_modulate_takes_a_slice_of_a_longer_sequence():
     x, _, _, shift, scale = norm_inputs(2, 7, 64, torch.float32)
     _, whole = norm_modulate_kernel.launch(x, None, None, shift, scale, norm.EPS)
@@ -92,6 +126,30 @@ def test_qk_norm_rotary(batch, length, heads, dim, groups, dtype):
     qk_norm_rotary_kernel.launch(q, k, None, q_weight, k_weight, cos, sin, 1e-6, *outs[:2], None)
     assert relative_l2(outs[0], exact[0]) < LIMITS[dtype]
     assert not outs[2].any()
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_queries_and_keys_are_normed_across_heads(dtype):
+    batch, length, heads, dim = 2, 3, 3, 16  # a tile has four heads, one of which is none
+    rows = random(batch, length, 3 * heads * dim, dtype=dtype)
+    rows = rows * torch.arange(1, 1 + rows.shape[-1], device=DEVICE)  # heads differ in size
+    q, k, v = (x.unflatten(-1, (heads, dim)) for x in rows.to(dtype).chunk(3, dim=-1))
+    q_weight, k_weight = (random(heads * dim, dtype=dtype, seed=seed) for seed in (1, 2))
+    ids = torch.arange(length)[:, None].float()
+    cos, sin = (x.to(DEVICE) for x in axial_rotary(ids, (dim,), 10_000.0))
+    found, exact = (
+        [torch.zeros(batch, length, heads, 1, dim, dtype=kind, device=DEVICE) for _ in "qkv"]
+        for kind in (dtype, torch.float32)
+    )
+    qk_norm_rotary_kernel.launch(q, k, v, q_weight, k_weight, cos, sin, 1e-6, *found)
+    floats = [x.float() for x in (q, k, v, q_weight, k_weight)]
+    qk.qk_norm_rotary_plain(*floats, cos, sin, 1e-6, *exact)
+    for got, expected in zip(found, exact, strict=True):
+        assert relative_l2(got, expected) < LIMITS[dtype]
+    normed = torch.nn.functional.rms_norm(floats[0].flatten(2), (heads * dim,), floats[3], 1e-6)
+    assert relative_l2(exact[0][:, :1].flatten(2), normed[:, :1]) < 1e-6  # no turn at position 0
+    qk.qk_norm_rotary_plain(*floats[:3], *(w[:dim] for w in floats[3:]), cos, sin, 1e-6, *exact)
+    assert relative_l2(found[0], exact[0]) > 0.1  # over each head it is another
 
 
 def test_operators_answer_by_device():

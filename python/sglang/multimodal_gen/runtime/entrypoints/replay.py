@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image, JpegImagePlugin
 
 from sglang.multimodal_gen.configs.step_cache_choice import OFF
+from sglang.multimodal_gen.configs.task_type import ModelTaskType
 from sglang.multimodal_gen.runtime.utils.errors import UserError
 from sglang.multimodal_gen.runtime.utils.image_file import (
     DEFAULT_QUALITY,
@@ -186,9 +187,17 @@ def _mode(array: np.ndarray) -> str:
 
 
 def _needs_inputs(about: ImageMetadata) -> bool:
-    task = str(about.parameters.get("task_type") or "")
-    takes = any(about.parameters.get(name) for name in _INPUTS)
-    return takes or task.partition("2")[0] in ("I", "TI", "V", "TV")
+    """Whether it was made from pictures: the settings name them, or the task cannot do without.
+
+    A task that takes pictures at will (TI2I, TI2V) was asked for without, if none are named.
+    """
+    if any(about.parameters.get(name) for name in _INPUTS):
+        return True
+    try:
+        task = ModelTaskType.parse(str(about.parameters.get("task_type")))
+    except ValueError:
+        return False
+    return task.requires_image_input or task.requires_video_input
 
 
 def _refuse_cut(file: Path, about: ImageMetadata) -> None:

@@ -132,26 +132,39 @@ def concat_linear(parts: Sequence[Tensor], linear: nn.Module) -> Tensor:
     return out.unflatten(0, parts[0].shape[:-1])
 
 
-def norm_modulate(x: Tensor, shift: Tensor, scale: Tensor, into: nn.Module | None = None) -> Tensor:
+def norm_modulate(
+    x: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    into: nn.Module | None = None,
+    *,
+    eps: float = norm.EPS,
+    affine: bool = False,
+) -> Tensor:
     """`ops.norm_modulate`; with the rows quantised beside it where ``into`` reads such."""
     if not reads_rows(into):
-        return norm.norm_modulate(x, shift, scale)
-    normed, *rows = norm.norm_modulate_rows(x, shift, scale)
+        return norm.norm_modulate(x, shift, scale, eps, affine)
+    normed, *rows = norm.norm_modulate_rows(x, shift, scale, eps, affine)
     return carrying(normed, QuantizedRows(*rows))
 
 
 def add_gated_norm_modulate(
     residual: Tensor,
-    gate: Tensor,
+    gate: Tensor | None,
     update: Tensor,
     shift: Tensor,
     scale: Tensor,
     into: nn.Module | None = None,
+    *,
+    eps: float = norm.EPS,
+    affine: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`ops.add_gated_norm_modulate`; the normed one as `norm_modulate` here gives it."""
     if not reads_rows(into):
-        return norm.add_gated_norm_modulate(residual, gate, update, shift, scale)
-    x, normed, *rows = norm.add_gated_norm_modulate_rows(residual, gate, update, shift, scale)
+        return norm.add_gated_norm_modulate(residual, gate, update, shift, scale, eps, affine)
+    x, normed, *rows = norm.add_gated_norm_modulate_rows(
+        residual, gate, update, shift, scale, eps, affine
+    )
     return x, carrying(normed, QuantizedRows(*rows))
 
 

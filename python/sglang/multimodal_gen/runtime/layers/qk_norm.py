@@ -1,4 +1,6 @@
-"""Queries and keys, normed over each head and rotated: one stream, or several joined into one."""
+"""Queries and keys, normed over each head or across all, and rotated: one stream, or several joined
+into one.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sglang.multimodal_gen.runtime.layers.end_to_end import end_to_end
+from sglang.multimodal_gen.runtime.layers.norm_across_heads import NormAcrossHeads
 from sglang.multimodal_gen.runtime.layers.ops.qk_norm_rotary import (
     empty_heads,
     qk_norm_rotary,
@@ -20,13 +23,22 @@ from sglang.multimodal_gen.runtime.layers.wide_copy import copy_wide
 
 
 class HeadStream(NamedTuple):
-    """The projections of one stream, each [B, S, H, d], and its norms."""
+    """The projections of one stream, each [B, S, H, d], and its norms: over d, or over H * d."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    norm_q: nn.RMSNorm
-    norm_k: nn.RMSNorm
+    norm_q: nn.RMSNorm | NormAcrossHeads
+    norm_k: nn.RMSNorm | NormAcrossHeads
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether one operator does it all; statistics that ranks put together are a message's."""
+        return not isinstance(self.norm_q, NormAcrossHeads) and _has_kernel(self.q)
+
+    def normed(self) -> tuple[Tensor, Tensor]:
+        """q and k, normed; not yet rotated."""
+        return _normed(self.norm_q, self.q), _normed(self.norm_k, self.k)
 
 
 class HeadRoom(NamedTuple):
@@ -47,10 +59,9 @@ def norm_rotate_join(
 
     ``rotary`` has a row for each position of the joint sequence.
     """
-    if not _has_kernel(streams[0].q):
-        q = torch.cat([stream.norm_q(stream.q) for stream in streams], dim=1)
-        k = torch.cat([stream.norm_k(stream.k) for stream in streams], dim=1)
-        v = torch.cat([stream.v for stream in streams], dim=1)
+    if not streams[0].has_kernel:
+        queries, keys = zip(*(stream.normed() for stream in streams), strict=True)
+        q, k, v = (_after(parts) for parts in (queries, keys, [stream.v for stream in streams]))
         return rotate_pairs(q, rotary), rotate_pairs(k, rotary), v
 
     if torch.compiler.is_compiling():
@@ -71,24 +82,46 @@ def norm_rotate_join(
 
 def norm_rotate_into(streams: Sequence[HeadStream], rotary: Rotary, room: HeadRoom) -> None:
     """`norm_rotate_join`, written where the caller wants it: no copy after it."""
-    write = qk_norm_rotary if _has_kernel(streams[0].q) else qk_norm_rotary_plain
     start = 0
     for stream in streams:
-        q, k, v, norm_q, norm_k = stream
-        here = slice(start, start + q.shape[1])
-        values = room.v is not None
-        write(
-            q, k, v if values else None, norm_q.weight, norm_k.weight,
-            rotary.cos[here], rotary.sin[here], _eps(stream),
-            room.q[:, here], room.k[:, here], None if room.v is None else room.v[:, here],
-        )  # fmt: skip
+        here = slice(start, start + stream.q.shape[1])
+        part = HeadRoom(*(None if x is None else x[:, here] for x in room))  # type: ignore[arg-type]
+        _norm_rotate_stream(stream, Rotary(rotary.cos[here], rotary.sin[here]), part)
         start = here.stop
+
+
+def _norm_rotate_stream(stream: HeadStream, rotary: Rotary, room: HeadRoom) -> None:
+    """One stream of them."""
+    q, k, v, norm_q, norm_k = stream
+    if isinstance(norm_q, NormAcrossHeads):
+        groups = room.q.shape[2:4]
+        for x, place in zip(stream.normed(), room[:2], strict=True):
+            copy_wide(place, rotate_pairs(x, rotary).unflatten(2, groups))
+        if room.v is not None:
+            copy_wide(room.v, v.unflatten(2, groups))
+        return
+    write = qk_norm_rotary if stream.has_kernel else qk_norm_rotary_plain
+    assert norm_k.weight is not None
+    moved = None if room.v is None else v
+    write(q, k, moved, norm_q.weight, norm_k.weight, *rotary, _eps(stream), *room)
 
 
 def _eps(stream: HeadStream) -> float:
     eps = stream.norm_q.eps
     assert eps is not None
     return eps
+
+
+def _normed(norm: nn.RMSNorm | NormAcrossHeads, x: Tensor) -> Tensor:
+    """Over each head, or across them, as the norm is wide."""
+    if norm.normalized_shape[0] == x.shape[-1]:
+        return norm(x)
+    return norm(x.flatten(2)).view(x.shape)
+
+
+def _after(parts: Sequence[Tensor]) -> Tensor:
+    """One after another along the sequence; one alone as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=1)
 
 
 def _joined(values: list[Tensor], length: int) -> Tensor:

@@ -12,6 +12,8 @@ from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
 
 _OF_EACH_IMAGE = ("prompt", "seed")
+GIVEN = "given"
+"""What a finished job's settings say in place of an input's path."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

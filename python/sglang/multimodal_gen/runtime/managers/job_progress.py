@@ -14,6 +14,7 @@ from typing import Any
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.managers.client_error import PATH_SETTINGS, client_error
 from sglang.multimodal_gen.runtime.managers.finished import (
+    GIVEN,
     Finished,
     FinishedImage,
     FinishedVideo,
@@ -311,7 +312,10 @@ class JobProgress:
         self.places.store.update_later(self.record.id, only_if_owner=self.places.owner, **changes)
 
     def _settings(self) -> dict[str, Any]:
-        return {k: v for k, v in settings_of(self.params).items() if k not in PATH_SETTINGS}
+        """The settings in force; of inputs that they were given, not where this server had them."""
+        settings = settings_of(self.params)
+        given = {name: GIVEN for name in PATH_SETTINGS if settings.pop(name, None)}
+        return settings | given
 
     def _finished(self, now: float) -> FinishedJob:
         began = now if self.started_at is None else self.started_at

@@ -126,14 +126,16 @@ def _lora(port: Port, baseline: Baseline) -> Finding:
     """Live and merged against weights changed by hand; afterwards the base, bit for bit."""
     pipeline = port.pipeline
     assert isinstance(pipeline, LoRAPipeline)
-    name = next(n for n in pipeline.lora_targets if n in pipeline.modules)
-    module = pipeline.modules[name]
-    factors = _factors(module)
+    # Experts are changed alike; the file has keys of each, for "transformer." means that one alone.
+    targets = [name for name in pipeline.lora_targets if name in pipeline.modules]
+    changed = [pipeline.modules[name] for name in targets]
+    factors = _factors(changed[0])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "verify.safetensors"
         save_file(
             {
-                f"{name}.{linear}.lora_{part}.weight": tensor.contiguous()
+                f"{name}.{linear}.lora_{part}.weight": tensor.clone()
+                for name in targets
                 for linear, (down, up) in factors.items()
                 for part, tensor in (("A", down), ("B", up))
             },
@@ -147,8 +149,6 @@ def _lora(port: Port, baseline: Baseline) -> Finding:
             pipeline.unset_lora()
             pipeline.unload_lora_adapter("verify")
     after = port.picture(baseline.request)
-    # Where there are two denoisers, the file means both.
-    changed = [pipeline.modules[n] for n in pipeline.lora_targets if n in pipeline.modules]
     by_hand = _by_hand(port, changed, factors, baseline.request)
     if relative_l2(by_hand, baseline.picture) < MOVED:
         return Finding(0.0, skipped="proves nothing: a random adapter does not move the picture")

@@ -1,4 +1,6 @@
-"""RMS norm of queries and keys over each head, and their rotation, in one pass to their places."""
+"""RMS norm of queries and keys over each head, or across all heads, and their rotation, in one pass
+to their places.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,16 @@ def qk_norm_rotary_plain(
 ) -> None:
     """``q_out = rotate(RMSNorm(q) * q_weight)``, the same for k; ``v_out = v`` where it is given.
 
-    q, k and v [B, S, H, d]; weights [d]; cos and sin [S, d / 2] float32, rotating neighbouring
-    channels. Results are [B, S, G, H / G, d]: heads in G groups that may lie anywhere, so that a
-    message's layout is written at once. Their last dimension is contiguous.
+    q, k and v [B, S, H, d]; weights [d], or [H * d] of norms across all heads; cos and sin
+    [S, d / 2] float32, rotating neighbouring channels. Results are [B, S, G, H / G, d]: heads in G
+    groups that may lie anywhere, so that a message's layout is written at once. Their last
+    dimension is contiguous.
     """
     rotary, groups = Rotary(cos, sin), q_out.shape[2:4]
     for x, weight, out in ((q, q_weight, q_out), (k, k_weight, k_out)):
-        rotated = rotate_pairs(F.rms_norm(x, weight.shape, weight, eps), rotary)
+        whole = x if weight.numel() == x.shape[-1] else x.flatten(2)
+        normed = F.rms_norm(whole, weight.shape, weight, eps)
+        rotated = rotate_pairs(normed.view(x.shape), rotary)
         out.copy_(rotated.unflatten(2, groups))
     if v is not None and v_out is not None:
         v_out.copy_(v.unflatten(2, groups))

@@ -19,11 +19,14 @@ from sglang.multimodal_gen.runtime.cache.step_cache_plan import CachedBlocks, St
 from sglang.multimodal_gen.runtime.layers.attention.usp import USPAttention
 from sglang.multimodal_gen.runtime.layers.embeddings import EmbeddingMLP, sinusoid
 from sglang.multimodal_gen.runtime.layers.feed_forward import FeedForward
-from sglang.multimodal_gen.runtime.layers.rotary_embedding import (
-    Rotary,
-    axial_rotary,
-    rotate_pairs,
+from sglang.multimodal_gen.runtime.layers.ops.norm_modulate import add_gated
+from sglang.multimodal_gen.runtime.layers.products import (
+    add_gated_norm_modulate,
+    norm_modulate,
+    parallel_linears,
 )
+from sglang.multimodal_gen.runtime.layers.qk_norm import HeadStream
+from sglang.multimodal_gen.runtime.layers.rotary_embedding import Rotary, axial_rotary
 from sglang.multimodal_gen.runtime.layers.sequence_plan import (
     RETURN,
     Gather,
@@ -149,6 +152,8 @@ class WanAttention(nn.Module):
         image_dim: width of the image tokens that it also attends to; None for none.
     """
 
+    shared_input = (("to_q", "to_k", "to_v"), ("add_k_proj", "add_v_proj"))
+
     def __init__(
         self, dim: int, head_dim: int, eps: float, *, cross: bool, image_dim: int | None = None
     ) -> None:
@@ -168,19 +173,20 @@ class WanAttention(nn.Module):
 
     def self_attention(self, x_BSD: Tensor, rotary: Rotary) -> Tensor:
         """Over the patches of the clip; [B, S, D]."""
-        q = rotate_pairs(self._heads(self.norm_q(self.to_q(x_BSD))), rotary)
-        k = rotate_pairs(self._heads(self.norm_k(self.to_k(x_BSD))), rotary)
-        out = self.attend(q, k, self._heads(self.to_v(x_BSD)))
+        qkv = parallel_linears(x_BSD, self.to_q, self.to_k, self.to_v)
+        q, k, v = (self._heads(x) for x in qkv)
+        out = self.attend.joint((HeadStream(q, k, v, self.norm_q, self.norm_k),), rotary)
         return self.to_out[0](out.flatten(2))
 
     def cross_attention(self, x_BSD: Tensor, text_BTD: Tensor, image_BID: Tensor | None) -> Tensor:
         """Over the text, and beside it over the image: two softmaxes, added; [B, S, D]."""
         q = self._heads(self.norm_q(self.to_q(x_BSD)))
-        k = self._heads(self.norm_k(self.to_k(text_BTD)))
-        out = self.attend(q, k, self._heads(self.to_v(text_BTD))).flatten(2)
+        k, v = parallel_linears(text_BTD, self.to_k, self.to_v)
+        out = self.attend(q, self._heads(self.norm_k(k)), self._heads(v)).flatten(2)
         if image_BID is not None:
-            k = self._heads(self.norm_added_k(self.add_k_proj(image_BID)))
-            out = out + self.attend(q, k, self._heads(self.add_v_proj(image_BID))).flatten(2)
+            k, v = parallel_linears(image_BID, self.add_k_proj, self.add_v_proj)
+            k, v = self._heads(self.norm_added_k(k)), self._heads(v)
+            out = out + self.attend(q, k, v).flatten(2)
         return self.to_out[0](out)
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -217,17 +223,30 @@ class WanTransformerBlock(nn.Module):
         rotary: Rotary,
     ) -> Tensor:
         """One block; ``time_proj`` is [B, 1, 6, D], or [B, S, 6, D] with a time for each token."""
-        modulation = (self.scale_shift_table + time_proj.float()).unbind(-2)
+        # float32, beside tokens in half precision: norms and sums are computed in it.
+        modulation = (self.scale_shift_table.float() + time_proj).unbind(-2)
         shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation
+        eps, up = self.eps, self.ffn.up
 
-        normed = _modulated(x_BSD, shift, scale, self.eps)
-        x_BSD = _add_gated(x_BSD, gate, self.attn1.self_attention(normed, rotary))
+        normed = norm_modulate(x_BSD, shift, scale, into=self.attn1.to_q, eps=eps)
+        update = self.attn1.self_attention(normed, rotary)
+        x_BSD, normed = self._add_then_norm(x_BSD, gate, update)
 
-        normed = _layer_norm(x_BSD, self.norm2) if isinstance(self.norm2, nn.LayerNorm) else x_BSD
-        x_BSD = x_BSD + self.attn2.cross_attention(normed, text_BTD, image_BID)
+        update = self.attn2.cross_attention(normed, text_BTD, image_BID)
+        x_BSD, normed = add_gated_norm_modulate(
+            x_BSD, None, update, ff_shift, ff_scale, into=up, eps=eps
+        )
+        return add_gated(x_BSD, ff_gate, self.ffn(normed))
 
-        normed = _modulated(x_BSD, ff_shift, ff_scale, self.eps)
-        return _add_gated(x_BSD, ff_gate, self.ffn(normed))
+    def _add_then_norm(self, x_BSD: Tensor, gate: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+        """The gated sum, and what cross-attention reads of it."""
+        if not isinstance(self.norm2, nn.LayerNorm):
+            x_BSD = add_gated(x_BSD, gate, update)
+            return x_BSD, x_BSD
+        shift, scale = self.norm2.bias.float(), self.norm2.weight.float()
+        return add_gated_norm_modulate(
+            x_BSD, gate, update, shift, scale, into=self.attn2.to_q, eps=self.eps, affine=True
+        )
 
 
 class WanTransformer3DModel(nn.Module, LayerwiseOffloadableModuleMixin):
@@ -346,12 +365,13 @@ class WanTransformer3DModel(nn.Module, LayerwiseOffloadableModuleMixin):
             image_BID = embed.image_embedder(encoder_hidden_states_image)
             image_BID = image_BID.reshape(len(tokens), -1, image_BID.shape[-1])
 
-        x_BSD = tokens.flatten(2).transpose(1, 2)
+        x_BSD = tokens.flatten(2).transpose(1, 2).contiguous()
         for block in self.blocks:
             x_BSD = block(x_BSD, text_BTD, image_BID, time_proj, rotary)
 
         shift, scale = (self.scale_shift_table + temb[..., None, :]).unbind(-2)
-        patches = self.proj_out(_modulated(x_BSD, shift, scale, self.eps).to(dtype))
+        normed = norm_modulate(x_BSD, shift, scale, into=self.proj_out, eps=self.eps)
+        patches = self.proj_out(normed.to(dtype))
         return self._clip(patches, grid)
 
     def _clip(self, patches_BSP: Tensor, grid: torch.Size) -> Tensor:
@@ -365,17 +385,6 @@ def _layer_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
     """A norm of float32 parameters, computed in float32, in the dtype of ``x``."""
     weight, bias = norm.weight.float(), norm.bias.float()
     return F.layer_norm(x.float(), norm.normalized_shape, weight, bias, norm.eps).to(x.dtype)
-
-
-def _modulated(x_BSD: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """Norm, scale and shift, in float32."""
-    normed = F.layer_norm(x_BSD.float(), x_BSD.shape[-1:], eps=eps)
-    return torch.addcmul(shift, normed, 1 + scale).to(x_BSD.dtype)
-
-
-def _add_gated(x_BSD: Tensor, gate: Tensor, update: Tensor) -> Tensor:
-    """The residual sum, in float32."""
-    return torch.addcmul(x_BSD.float(), update.float(), gate).to(x_BSD.dtype)
 
 
 TP_PLAN = {

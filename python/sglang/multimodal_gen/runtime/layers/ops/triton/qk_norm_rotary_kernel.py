@@ -1,4 +1,6 @@
-"""Queries, keys and values of one position in one program: norm over each head, rotation, store."""
+"""Queries, keys and values of one position in one program: norm over each head or across all of
+them, rotation, store.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,19 @@ from torch import Tensor
 @triton.jit
 def _norm_rotate(
     x_ptr, out_ptr, weight_ptr, cos, sin, heads, x_head, out_group, out_head, eps,
-    SHARE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    ACROSS: tl.constexpr, SHARE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     head = tl.arange(0, HEADS)[:, None]
     channel = tl.arange(0, DIM)[None, :]
     inside = head < heads
     x = tl.load(x_ptr + head * x_head + channel, mask=inside, other=0.0).to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / DIM + eps)
-    weight = tl.load(weight_ptr + channel).to(tl.float32)
+    square = tl.sum(x * x, 1, keep_dims=True)
+    if ACROSS:  # heads that are none are zeros
+        rstd = tl.rsqrt(tl.sum(square, 0, keep_dims=True) / (heads * DIM) + eps)
+        weight = tl.load(weight_ptr + head * DIM + channel, mask=inside, other=0.0).to(tl.float32)
+    else:
+        rstd = tl.rsqrt(square / DIM + eps)
+        weight = tl.load(weight_ptr + channel).to(tl.float32)
     x = x * rstd * weight
     even, odd = tl.split(tl.reshape(x, (HEADS, DIM // 2, 2)))
     rotated = tl.join(even * cos - odd * sin, even * sin + odd * cos)
@@ -47,7 +54,8 @@ def _kernel(
     q_out_batch, q_out_row, q_out_group, q_out_head,
     k_out_batch, k_out_row, k_out_group, k_out_head,
     v_out_batch, v_out_row, v_out_group, v_out_head, eps,
-    VALUES: tl.constexpr, SHARE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    VALUES: tl.constexpr, ACROSS: tl.constexpr, SHARE: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     batch, row = program // length, program % length
@@ -56,11 +64,13 @@ def _kernel(
     sin = tl.load(sin_ptr + row * (DIM // 2) + pair)
     _norm_rotate(
         q_ptr + batch * q_batch + row * q_row, q_out_ptr + batch * q_out_batch + row * q_out_row,
-        q_weight_ptr, cos, sin, heads, q_head, q_out_group, q_out_head, eps, SHARE, HEADS, DIM,
+        q_weight_ptr, cos, sin, heads, q_head, q_out_group, q_out_head, eps,
+        ACROSS, SHARE, HEADS, DIM,
     )  # fmt: skip
     _norm_rotate(
         k_ptr + batch * k_batch + row * k_row, k_out_ptr + batch * k_out_batch + row * k_out_row,
-        k_weight_ptr, cos, sin, heads, k_head, k_out_group, k_out_head, eps, SHARE, HEADS, DIM,
+        k_weight_ptr, cos, sin, heads, k_head, k_out_group, k_out_head, eps,
+        ACROSS, SHARE, HEADS, DIM,
     )  # fmt: skip
     if VALUES:
         _move(
@@ -93,6 +103,7 @@ def launch(
         q, k, v, q_weight, k_weight, cos, sin, q_out, k_out, v_out, length, heads,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         *q_out.stride()[:4], *k_out.stride()[:4], *v_out.stride()[:4], eps,  # pyright: ignore[reportCallIssue]
-        VALUES=values, SHARE=q_out.shape[3], HEADS=block, DIM=head_dim,
+        VALUES=values, ACROSS=q_weight.numel() != head_dim,
+        SHARE=q_out.shape[3], HEADS=block, DIM=head_dim,
         num_warps=min(16, max(1, block * head_dim // 512)),  # pyright: ignore[reportCallIssue]
     )  # fmt: skip

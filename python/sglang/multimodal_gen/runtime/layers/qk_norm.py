@@ -68,8 +68,8 @@ def norm_rotate_join(
         q, k = qk_norm_rotary_join(
             [stream.q for stream in streams],
             [stream.k for stream in streams],
-            [stream.norm_q.weight for stream in streams],
-            [stream.norm_k.weight for stream in streams],
+            [_weight(stream.norm_q) for stream in streams],
+            [_weight(stream.norm_k) for stream in streams],
             rotary.cos, rotary.sin, [_eps(stream) for stream in streams],
         )  # fmt: skip
         first, *others = [stream.v for stream in streams]
@@ -101,9 +101,13 @@ def _norm_rotate_stream(stream: HeadStream, rotary: Rotary, room: HeadRoom) -> N
             copy_wide(room.v, v.unflatten(2, groups))
         return
     write = qk_norm_rotary if stream.has_kernel else qk_norm_rotary_plain
-    assert norm_k.weight is not None
     moved = None if room.v is None else v
-    write(q, k, moved, norm_q.weight, norm_k.weight, *rotary, _eps(stream), *room)
+    write(q, k, moved, _weight(norm_q), _weight(norm_k), *rotary, _eps(stream), *room)
+
+
+def _weight(norm: nn.RMSNorm | NormAcrossHeads) -> Tensor:
+    assert norm.weight is not None
+    return norm.weight
 
 
 def _eps(stream: HeadStream) -> float:

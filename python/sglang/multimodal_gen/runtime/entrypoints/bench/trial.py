@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sglang.multimodal_gen.runtime.cache.compiled_blocks import CompileCounters
 from sglang.multimodal_gen.runtime.cache.graph_runner import GraphCounters
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
@@ -138,6 +139,7 @@ class Side(ABC):
         warm_ups: what ran before, of which the first waited for compilers and the like.
         notes: one sentence for each choice made while loading.
         graphs: counters of CUDA graphs, where they are on.
+        compiled: counters of compiled blocks, where this runtime compiles them.
     """
 
     name: str
@@ -145,6 +147,7 @@ class Side(ABC):
     modules: Mapping[str, Any]
     notes: Sequence[str] = ()
     graphs: GraphCounters | None = None
+    compiled: CompileCounters | None = None
 
     def __init__(self) -> None:
         self.trials: list[Trial] = []
@@ -199,6 +202,7 @@ class RuntimeSide(Side):
         self.device = pipeline.parallel.device.type
         self.modules = pipeline.modules
         self.notes = pipeline.notes
+        self.compiled = None if pipeline.compiled is None else pipeline.compiled.counters
 
     @property
     def graphs(self) -> GraphCounters | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -246,7 +250,6 @@ def summary(side: Side, others: Sequence[Side]) -> dict[str, Any]:
         name: statistics.median(trial.stages.get(name, 0.0) for trial in trials)
         for name in trials[0].stages
     }
-    compiled = side.pipeline.compiled
     return {
         "name": side.name,
         "step_ms": Spread.of([ms for trial in trials for ms in trial.steps_ms]),
@@ -258,7 +261,7 @@ def summary(side: Side, others: Sequence[Side]) -> dict[str, Any]:
         "dtypes": {name: str(d).removeprefix("torch.") for name, d in side.dtypes().items()},
         "notes": list(side.notes),
         "graphs": side.graphs,
-        "compiled": None if compiled is None else compiled.counters,
+        "compiled": side.compiled,
     }
 
 

@@ -104,7 +104,9 @@ def unpack_archive(archive: Path, folder: Path) -> None:
     """Writes the content of a packed folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
+        # Python 3.11 learnt of filters in its fourth release; from 3.14 on this is its default.
+        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        tar.extractall(folder, **safely)
 
 
 def read_weights(folder: Path, model: DemoModel, vae: AutoencoderKL) -> None:

@@ -24,7 +24,7 @@ from examples.train_demo_video.models import (
     encode_clips,
     posterior,
 )
-from examples.train_demo_video.tracks import Tracks, draw_tracks, render, to_device
+from examples.train_demo_video.tracks import FRAMES, Tracks, draw_tracks, render, to_device
 from examples.train_demo_video.vocabulary import encode_prompts, load_tokenizer
 
 EDGE_WEIGHT = 1.0
@@ -93,23 +93,27 @@ def training_tracks(seed: int, count: int) -> Tracks:
     return draw_tracks(clips, np.random.default_rng(seed))
 
 
-def vae_draw(batch: int, seed: int, device: torch.device) -> Callable[[int], Batch]:
+def vae_draw(
+    batch: int, seed: int, device: torch.device, frames: int = FRAMES
+) -> Callable[[int], Batch]:
     """Draws tracks, and the lots of the posterior's sample."""
+    channels, _, *place = LATENT_SHAPE
+    shape = (channels, 1 + (frames - 1) // 4, *place)
     fields = to_device(training_tracks(seed, 512 * batch), device)
 
     def draw(batches: int) -> Batch:
         count = batch * batches
         chosen = torch.randint(len(fields[0]), (count,), device=device)
-        lots = torch.randn(count, *LATENT_SHAPE, device=device)
+        lots = torch.randn(count, *shape, device=device)
         return (*(field[chosen] for field in fields), lots)
 
     return draw
 
 
-def vae_step(vae: Any, batch: Batch, palette: Tensor) -> Tensor:
-    """The autoencoder's loss, on clips rendered from the batch's tracks."""
+def vae_step(vae: Any, batch: Batch, palette: Tensor, frames: int = FRAMES) -> Tensor:
+    """The autoencoder's loss, on the first frames of clips rendered from the batch's tracks."""
     *fields, lots = batch
-    clips = render(list(fields), palette)
+    clips = render(list(fields), palette)[:, :, :frames]
     latents = posterior(vae, clips.to(vae.dtype))
     mean, spread = latents.mean.float(), latents.std.float()
     error = decoded(vae, (mean + spread * lots).to(vae.dtype)).float() - clips

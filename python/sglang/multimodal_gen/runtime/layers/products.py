@@ -92,6 +92,8 @@ def gelu_linear(x: Tensor, linear: nn.Module, into: nn.Module | None = None) -> 
     if reads_rows(into):
         return PendingInput(linear(x), gelu=True)  # type: ignore[return-value]
     alone = torch.compiler.is_compiling()  # which fuses the GELU with what comes after it
+    # Training: the epilogue has no backward.
+    alone |= torch.is_grad_enabled() and (x.requires_grad or linear.weight.requires_grad)
     if alone or not _is_local(linear) or linear.bias is None or not _mergeable(x):
         return F.gelu(linear(x), approximate="tanh")
     flat = x.reshape(-1, x.shape[-1])

@@ -119,6 +119,8 @@ class _Operations(TorchDispatchMode):
             if out is not NotImplemented:
                 return out
         out = func(*args, **kwargs)
+        if func._overloadpacket is torch.ops.aten.convolution:
+            out = _as_cudnn_leaves_it(args[0], out)
         outputs = _meta(tree_leaves(out))
         if not inputs and not outputs:
             return out
@@ -153,6 +155,14 @@ class _Operations(TorchDispatchMode):
         workspace = _nbytes(x) + _nbytes(out)
         self._run.count(Kernel("elementwise", 0, 2 * workspace, x.element_size() * 8))
         self._run.passing(workspace)
+
+
+def _as_cudnn_leaves_it(x: Tensor, out: Tensor) -> Tensor:
+    """A convolution's result in the order of its input, which torch forgets in three dimensions."""
+    last = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
+    if x.ndim not in (4, 5) or x.is_contiguous() or not x.is_contiguous(memory_format=last):
+        return out
+    return torch.empty_like(out, memory_format=last)
 
 
 class _Values(TorchFunctionMode):

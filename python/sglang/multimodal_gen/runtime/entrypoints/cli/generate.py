@@ -20,6 +20,7 @@ from sglang.multimodal_gen.runtime.entrypoints.cli.report import (
     print_times,
     print_warnings,
 )
+from sglang.multimodal_gen.runtime.entrypoints.cli.streams import give_up_output
 from sglang.multimodal_gen.runtime.utils.environ import launched_rank
 from sglang.multimodal_gen.runtime.utils.errors import OutputError
 from sglang.multimodal_gen.runtime.utils.terminal_progress import TerminalProgress
@@ -122,6 +123,7 @@ class _Run:
         except BrokenPipeError:
             raise
         except OSError as error:
+            give_up_output()
             raise OutputError(
                 f"the files are written, but not their paths: standard output refused them "
                 f"({error.strerror})"

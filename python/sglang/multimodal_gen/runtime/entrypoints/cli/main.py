@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
-import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
+from sglang.multimodal_gen.runtime.entrypoints.cli.streams import give_up_output, make_usable
 from sglang.multimodal_gen.runtime.utils.errors import (
     CheckpointError,
     NonFiniteOutput,
@@ -47,7 +46,7 @@ _EXIT_TERMINATED = 143  # 128 + SIGTERM
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (without the program's name); returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    _usable_streams()
+    make_usable()
     try:
         with _termination_unwinds():
             return _dispatch(words)
@@ -61,19 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"sglang: error: {error}", file=sys.stderr)
         return _EXIT_FAILED
     except BrokenPipeError:
-        # Whoever read our output left: nobody is there to tell, and the flush at exit must not try.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output left: nobody is there to tell.
+        give_up_output()
         return _EXIT_BROKEN_PIPE
-
-
-def _usable_streams() -> None:
-    """Let printing never fail for a stream that is closed or cannot show a character."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def _dispatch(words: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,7 +14,9 @@ def group_norm_silu_plain(
 ) -> Tensor:
     """``group_norm(x)``, or SiLU of it, in x's own order in memory; x is [B, C, ...]."""
     normed = F.group_norm(x, groups, weight, bias, eps)
-    return F.silu(normed) if silu else normed
+    out = F.silu(normed) if silu else normed
+    # Without values torch answers contiguously whatever the order was.
+    return out if out.stride() == x.stride() else torch.empty_like(x).copy_(out)
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool) -> Tensor:
@@ -30,4 +33,5 @@ group_norm_silu = fused_operator(
     "Tensor x, Tensor weight, Tensor bias, int groups, float eps, bool silu) -> Tensor",
     group_norm_silu_plain,
     _launch,
+    keeps_order=True,
 )

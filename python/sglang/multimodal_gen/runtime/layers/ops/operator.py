@@ -25,6 +25,7 @@ def fused_operator(
     *,
     needs_triton: bool = True,
     on_cpu: bool = False,
+    keeps_order: bool = False,
 ) -> F:
     """The operator with ``schema``; torch's dispatcher picks ``launch`` for CUDA tensors.
 
@@ -38,10 +39,13 @@ def fused_operator(
     Args:
         needs_triton: False where the launch calls torch's own kernels.
         on_cpu: the launch is for the CPU too.
+        keeps_order: kernel and twin leave results in their input's order in memory; otherwise
+            results are contiguous.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
-    _library.impl(name, _contiguous(plain), "CompositeExplicitAutograd")
+    twin = plain if keeps_order else _contiguous(plain)
+    _library.impl(name, twin, "CompositeExplicitAutograd")
     if HAS_TRITON or not needs_triton:
         _library.impl(name, launch, "CUDA")
     if on_cpu:

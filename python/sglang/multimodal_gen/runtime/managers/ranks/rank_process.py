@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import io
 import logging
 import os
 import signal
@@ -42,6 +43,9 @@ def main(descriptor: int, crash_descriptor: int, tied_to_parent: bool) -> NoRetu
     if task.front is not None:
         channel = meet_front(task.front, Hello(task.rank, task.node, None))
         threading.Thread(target=_end_with, args=(starter,), daemon=True).start()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A file or pipe would be written to in blocks, and a rank that is ended flushes none.
+        sys.stdout.reconfigure(line_buffering=True)
     _send_logs(task, channel.send)
     RankLoop(task, channel, _leave).run()
     # Not the long way: with the others gone, libraries' own farewells can wait for them forever.

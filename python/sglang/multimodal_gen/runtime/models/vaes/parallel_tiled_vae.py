@@ -135,7 +135,9 @@ class ParallelTiledVAE(ABC, nn.Module):
         Not where a gradient is asked for: norms and sums are written in place. Bands of rows keep
         to the library's layers.
         """
-        wanted = x.is_cuda if self.wants_channels_last is None else self.wants_channels_last
+        # Maps without values stand for a GPU's, as where operators choose their kernels.
+        on_gpu = x.device.type in ("cuda", "meta")
+        wanted = on_gpu if self.wants_channels_last is None else self.wants_channels_last
         banded = self._shards is not None and self._shards.active
         if not wanted or banded or not self.layer_forwards or self._wants_gradient(x):
             return None

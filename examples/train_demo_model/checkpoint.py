@@ -105,8 +105,10 @@ def unpack_archive(archive: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive) as tar:
         # Python 3.11 learnt of filters in its fourth release; from 3.14 on this is its default.
-        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-        tar.extractall(folder, **safely)
+        if hasattr(tarfile, "data_filter"):
+            tar.extractall(folder, filter="data")
+        else:
+            tar.extractall(folder)
 
 
 def read_weights(folder: Path, model: DemoModel, vae: AutoencoderKL) -> None:

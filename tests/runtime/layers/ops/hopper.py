@@ -19,6 +19,7 @@ from sglang.multimodal_gen.runtime.layers.ops.triton import (
     group_norm_kernel,
     norm_modulate_kernel,
     qk_norm_rotary_kernel,
+    quantize_heads_kernel,
     quantize_rows_kernel,
 )
 
@@ -71,6 +72,7 @@ def main():
     for launch in (norm_modulate_kernel.launch, norm_modulate_kernel.launch_rows):
         launch(x, None, None, row, row, 1e-6)
         launch(x, row, x, row.float(), row.float(), 1e-6, True)
+    quantize_heads_kernel.launch(empty(2, 100, 3, 24, 128)[:, :, 1], 1e-12)
     heads, table = empty(1, 64, 24, 128), empty(64, 64, dtype=torch.float32)
     room = empty(1, 64, 1, 24, 128)
     for weight in (empty(128), empty(3072)):

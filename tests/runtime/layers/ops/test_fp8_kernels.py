@@ -11,11 +11,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from sglang.multimodal_gen.runtime.layers.ops import fp8_rows
+from sglang.multimodal_gen.runtime.layers.ops import fp8_rows, quantize_heads
 from sglang.multimodal_gen.runtime.layers.ops import norm_modulate as norm
 from sglang.multimodal_gen.runtime.layers.ops.triton import (
     few_rows_kernel,
     norm_modulate_kernel,
+    quantize_heads_kernel,
     quantize_rows_kernel,
 )
 
@@ -125,3 +126,21 @@ def test_torchs_product_reads_scales_as_the_twin_does(by_row, bias):
     wide = torch.empty(40, 48, device=DEVICE)
     fp8_rows._product_launch(rows, row_scale, values, scale, added, wide)  # through bfloat16
     assert torch.equal(wide, joint[10:].float())
+
+
+def test_heads_are_scaled_to_the_largest_value():
+    x = random(2, 70, 3, 4, 40, dtype=torch.bfloat16)[:, :, 1]  # a third of a packed product
+    x[1, :, 2] = 0
+    values, scale = quantize_heads_kernel.launch(x, quantize_heads.SMALLEST, torch.float32)
+    plain, plain_scale = quantize_heads.quantize_heads_plain(x.float())
+    assert values.shape == x.shape
+    assert scale.shape == (2, 4)
+    torch.testing.assert_close(scale, plain_scale, rtol=1e-6, atol=0)
+    restored = values.double() * scale[:, None, :, None]
+    assert relative_l2(restored, x.double()) < 1e-6
+    assert relative_l2(plain.double() * plain_scale[:, None, :, None], x.double()) < 0.04
+    assert (values[1, :, 2] == 0).all()
+    assert (values.abs().amax((1, 3))[0] - 448).abs().max() < 1e-3
+    x[0, 3, 1, 5] = torch.nan
+    values, _ = quantize_heads_kernel.launch(x, quantize_heads.SMALLEST, torch.float32)
+    assert values[0, :, 1].isnan().any()  # told, as the twin does

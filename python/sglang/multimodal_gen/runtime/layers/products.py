@@ -91,9 +91,8 @@ def gelu_linear(x: Tensor, linear: nn.Module, into: nn.Module | None = None) -> 
     """
     if reads_rows(into):
         return PendingInput(linear(x), gelu=True)  # type: ignore[return-value]
-    alone = torch.compiler.is_compiling()  # which fuses the GELU with what comes after it
-    # Training: the epilogue has no backward.
-    alone |= torch.is_grad_enabled() and (x.requires_grad or linear.weight.requires_grad)
+    # A compiler fuses the GELU with what comes after it; the epilogue has no backward.
+    alone = torch.compiler.is_compiling() or _learns(x, linear)
     if alone or not _is_local(linear) or linear.bias is None or not _mergeable(x):
         return F.gelu(linear(x), approximate="tanh")
     flat = x.reshape(-1, x.shape[-1])
@@ -341,6 +340,12 @@ def _is_untouched(linear: nn.Module) -> bool:
     """No hook sees its forward, and no adapter its product."""
     hooked = linear._forward_hooks or linear._forward_pre_hooks
     return not hooked and getattr(linear, "on_product", None) is None
+
+
+def _learns(x: Tensor, linear: nn.Module) -> bool:
+    """Whether a gradient will be asked for."""
+    wanted = x.requires_grad or any(p.requires_grad for p in linear.parameters())
+    return wanted and torch.is_grad_enabled()
 
 
 def _mergeable(x: Tensor) -> bool:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from sglang.multimodal_gen.runtime.layers.attention.backends.backend import KernelBackend
+from sglang.multimodal_gen.runtime.layers.ops.quantize_heads import quantize_heads
 
 HALF = (torch.bfloat16, torch.float16)
 FLASH_WIDTH = 256
 SAGE_WIDTHS = (64, 96, 128)
-_FP8 = torch.float8_e4m3fn
 _LSE_ARGUMENTS = ("return_attn_probs", "return_lse")
 
 
@@ -44,7 +44,7 @@ def flash_fp8_backend(name: str, function: Callable[..., Any]) -> KernelBackend:
     lse = _lse_argument(function)
 
     def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, **wish: bool) -> Any:
-        (q8, q_scale), (k8, k_scale), (v8, v_scale) = (_quantised(x) for x in (q, k, v))
+        (q8, q_scale), (k8, k_scale), (v8, v_scale) = (quantize_heads(x) for x in (q, k, v))
         return function(
             q8, k8, v8, softmax_scale=q.shape[-1] ** -0.5, causal=causal,
             q_descale=q_scale, k_descale=k_scale, v_descale=v_scale, **wish,
@@ -78,13 +78,6 @@ def sage_backend(name: str, function: Callable[..., Any]) -> KernelBackend:
         return _with_lse(q, found)
 
     return KernelBackend(name, kernel, with_lse if tells else None, HALF, SAGE_WIDTHS)
-
-
-def _quantised(x_BSHD: Tensor) -> tuple[Tensor, Tensor]:
-    """8 bits, and what gives the values back: [B, H] float32."""
-    largest = x_BSHD.abs().amax(dim=(1, 3), keepdim=True).float().clamp_min(1e-12)
-    scale = largest / torch.finfo(_FP8).max
-    return (x_BSHD / scale).to(_FP8), scale[:, 0, :, 0]
 
 
 def _lse_argument(function: Callable[..., Any]) -> str:

@@ -51,13 +51,14 @@ def test_flux_on_an_h200_is_planned_as_it_was_measured(flux):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("edge", "peak"), [(1024, 2.58), (2048, 9.75)])
-def test_decoding_is_planned_as_it_was_measured(flux, edge, peak):
-    """docs/parallelism.md, one H200: the peak of decoding in bf16, weights of the VAE included."""
-    made = plan(flux, values={"height": edge, "width": edge})
+def test_decoding_is_planned_as_it_was_measured(flux):
+    """docs/performance.md, one H200: the peak of decoding in bf16 on channels-last maps, weights of
+    the VAE included. (It was 2.58 on others.)
+    """
+    made = plan(flux, values={"height": 1024, "width": 1024})
     (vae,) = [component for component in made.components if component.name == "vae"]
     planned = vae.nbytes + stage(made, "decoding_stage").activation_bytes
-    assert planned / GIB == pytest.approx(peak, rel=0.02)
+    assert planned / GIB == pytest.approx(1.571, rel=0.02)
 
 
 def test_rings_and_what_comes_next_are_as_large_as_planned():

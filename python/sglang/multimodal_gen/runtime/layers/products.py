@@ -12,6 +12,7 @@ reads rows of eight bits, which whoever makes the result can make in the same pa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -30,6 +31,7 @@ from sglang.multimodal_gen.runtime.layers.ops.joined_products import (
     joint_products,
     shared_product,
 )
+from sglang.multimodal_gen.runtime.layers.ops.operator import wants_gradient
 from sglang.multimodal_gen.runtime.layers.quantization.fp8 import (
     Fp8Method,
     PendingInput,
@@ -92,7 +94,7 @@ def gelu_linear(x: Tensor, linear: nn.Module, into: nn.Module | None = None) -> 
     if reads_rows(into):
         return PendingInput(linear(x), gelu=True)  # type: ignore[return-value]
     # A compiler fuses the GELU with what comes after it; the epilogue has no backward.
-    alone = torch.compiler.is_compiling() or _learns(x, linear)
+    alone = torch.compiler.is_compiling() or wants_gradient(chain((x,), linear.parameters()))
     if alone or not _is_local(linear) or linear.bias is None or not _mergeable(x):
         return F.gelu(linear(x), approximate="tanh")
     flat = x.reshape(-1, x.shape[-1])
@@ -340,12 +342,6 @@ def _is_untouched(linear: nn.Module) -> bool:
     """No hook sees its forward, and no adapter its product."""
     hooked = linear._forward_hooks or linear._forward_pre_hooks
     return not hooked and getattr(linear, "on_product", None) is None
-
-
-def _learns(x: Tensor, linear: nn.Module) -> bool:
-    """Whether a gradient will be asked for."""
-    wanted = x.requires_grad or any(p.requires_grad for p in linear.parameters())
-    return wanted and torch.is_grad_enabled()
 
 
 def _mergeable(x: Tensor) -> bool:

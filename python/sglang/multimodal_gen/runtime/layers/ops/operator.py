@@ -53,7 +53,7 @@ def fused_operator(
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def call(*args: Any) -> Any:
-        if torch.is_grad_enabled() and _needs_grad(args):
+        if wants_gradient(args):
             return plain(*args)
         return operator(*args)
 
@@ -71,6 +71,11 @@ def _contiguous(plain: Callable[..., Any]) -> Callable[..., Any]:
         return None if results is None else tuple(result.contiguous() for result in results)
 
     return call
+
+
+def wants_gradient(args: Iterable[Any]) -> bool:
+    """Whether a backward may come through tensors among ``args`` or their lists, here and now."""
+    return torch.is_grad_enabled() and _needs_grad(args)
 
 
 def _needs_grad(args: Iterable[Any]) -> bool:

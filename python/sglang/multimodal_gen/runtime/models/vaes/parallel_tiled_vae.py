@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import ClassVar, Self
 
@@ -14,6 +15,7 @@ from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from torch import Tensor, nn
 
 from sglang.multimodal_gen.runtime.distributed.group import Group
+from sglang.multimodal_gen.runtime.layers.ops.operator import wants_gradient
 from sglang.multimodal_gen.runtime.layers.row_shard import ROWS, RowShards, split_evenly
 from sglang.multimodal_gen.runtime.models.vaes.channels_last.install import ChannelsLast, Chooser
 from sglang.multimodal_gen.runtime.models.vaes.parallel.row_modules import Planner, spread_rows
@@ -139,16 +141,16 @@ class ParallelTiledVAE(ABC, nn.Module):
         on_gpu = x.device.type in ("cuda", "meta")
         wanted = on_gpu if self.wants_channels_last is None else self.wants_channels_last
         banded = self._shards is not None and self._shards.active
-        if not wanted or banded or not self.layer_forwards or self._wants_gradient(x):
+        if (
+            not wanted
+            or banded
+            or not self.layer_forwards
+            or wants_gradient(chain((x,), self.parameters()))
+        ):
             return None
         if self._channels_last is None:
             self._channels_last = ChannelsLast(self._row_parts(), self.layer_forwards)
         return self._channels_last
-
-    def _wants_gradient(self, x: Tensor) -> bool:
-        if not torch.is_grad_enabled():
-            return False
-        return x.requires_grad or any(weight.requires_grad for weight in self.parameters())
 
     def _row_parts(self) -> dict[str, nn.Module]:
         parts = {name: getattr(self, name, None) for name in self.row_parts}

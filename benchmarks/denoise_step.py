@@ -86,7 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     extras: dict[str, RuntimeSide] = {}
     if options.quantization:
-        extras[QUANTIZED.format(options.quantization)] = _in_eight_bits(ours, options, record)
+        quantized = QUANTIZED.format(options.quantization)
+        extras[quantized] = _in_eight_bits(ours, options, record)
+        if options.graphs:
+            extras[f"{quantized}, graphs"] = _with_graphs(extras[quantized])
     graphs = _with_graphs(ours) if options.graphs else None
     extras |= {} if graphs is None else {GRAPHS: graphs}
     if options.compile_ours:

@@ -34,7 +34,7 @@ def scale_of(largest: Tensor) -> Tensor:
 
 def to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     """``x / scale``, rounded to the nearest; a cast alone would make what is too large NaN."""
-    return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    return (x.float() * scale.reciprocal()).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def wide(x: Tensor) -> Tensor:

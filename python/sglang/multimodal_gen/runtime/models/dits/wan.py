@@ -65,6 +65,29 @@ LORA_NAMES: dict[str, str | tuple[str, ...]] = {
 }
 
 
+class WanPatchEmbedding(nn.Conv3d):
+    """A convolution whose patches do not overlap, as one product; its weight's checkpoint shape."""
+
+    def __init__(self, in_channels: int, dim: int, patch_size: tuple[int, int, int]) -> None:
+        super().__init__(in_channels, dim, patch_size, patch_size)
+
+    def forward(self, clip_BCFHW: Tensor) -> Tensor:
+        """[B, C, F, H, W] -> [B, S, D]; what fills no patch is left out."""
+        patch_sizes = self.kernel_size
+        for axis, size in enumerate(patch_sizes, 2):
+            whole = clip_BCFHW.shape[axis] // size * size
+            clip_BCFHW = clip_BCFHW.narrow(axis, 0, whole)
+        depth, height, width = patch_sizes
+        x = (
+            clip_BCFHW.unflatten(4, (-1, width))
+            .unflatten(3, (-1, height))
+            .unflatten(2, (-1, depth))
+        )
+        # (batch, channel, time, in it, row, in it, column, in it) to (batch, patch, weight's order)
+        patches = x.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
+        return F.linear(patches, self.weight.flatten(1), self.bias)
+
+
 class WanTextProjection(nn.Module):
     """Text features to the model's width: linear, GELU (tanh), linear."""
 
@@ -293,7 +316,7 @@ class WanTransformer3DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         self.patch_size = (depth, height, width)
         self.max_positions = rope_max_seq_len
         self.in_channels, self.eps = in_channels, eps
-        self.patch_embedding = nn.Conv3d(in_channels, dim, self.patch_size, self.patch_size)
+        self.patch_embedding = WanPatchEmbedding(in_channels, dim, self.patch_size)
         self.condition_embedder = WanConditionEmbedder(
             dim, freq_dim, text_dim, image_dim, pos_embed_seq_len
         )
@@ -354,8 +377,9 @@ class WanTransformer3DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         have times of their own (2.2's 5B), ``rotary`` from :meth:`rotary_embedding`.
         """
         dtype = hidden_states.dtype
-        tokens = self.patch_embedding(hidden_states)
-        grid = tokens.shape[2:]
+        x_BSD = self.patch_embedding(hidden_states)
+        sizes = zip(hidden_states.shape[2:], self.patch_size, strict=True)
+        grid = torch.Size(size // patch for size, patch in sizes)
         embed = self.condition_embedder
         times = timestep[:, None] if token_timestep is None else token_timestep
         temb, time_proj = embed.time(times, encoder_hidden_states.dtype)
@@ -363,9 +387,8 @@ class WanTransformer3DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         image_BID = None
         if encoder_hidden_states_image is not None:
             image_BID = embed.image_embedder(encoder_hidden_states_image)
-            image_BID = image_BID.reshape(len(tokens), -1, image_BID.shape[-1])
+            image_BID = image_BID.reshape(len(x_BSD), -1, image_BID.shape[-1])
 
-        x_BSD = tokens.flatten(2).transpose(1, 2).contiguous()
         for block in self.blocks:
             x_BSD = block(x_BSD, text_BTD, image_BID, time_proj, rotary)
 

@@ -117,7 +117,10 @@ def _launched(
         *_steps(gate), *_steps(shift), *_steps(scale), eps,
         ADDED=added, GATED=gated, NORM=norm, OFFSET=0.0 if affine else 1.0,
         ROWS=quantized is not None, LARGEST=E4M3_MAX,
-        BLOCK=block, num_warps=min(16, max(1, block // 512)),  # pyright: ignore[reportCallIssue]
+        # On an H200, 4,608 rows of 3,072: 16.8 us with 32 values a thread, 21.9 with 16; the sum
+        # and the norm of 32,760 x 1,536 100 us with either. Rows in eight bits: 64 values.
+        BLOCK=block,
+        num_warps=min(16, max(1, block // (1024 if quantized is None else 2048))),  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     return total, out
 

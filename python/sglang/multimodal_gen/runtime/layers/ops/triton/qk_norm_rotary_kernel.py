@@ -10,16 +10,24 @@ from torch import Tensor
 
 
 @triton.jit
+def _load(x_ptr, heads, x_head, HEADS: tl.constexpr, DIM: tl.constexpr):
+    """One position's heads, [HEADS, DIM]; those that are none are zeros."""
+    head = tl.arange(0, HEADS)[:, None]
+    channel = tl.arange(0, DIM)[None, :]
+    return tl.load(x_ptr + head * x_head + channel, mask=head < heads, other=0.0)
+
+
+@triton.jit
 def _norm_rotate(
-    x_ptr, out_ptr, weight_ptr, cos, sin, heads, x_head, out_group, out_head, eps,
+    x, out_ptr, weight_ptr, cos, sin, heads, out_group, out_head, eps,
     ACROSS: tl.constexpr, SHARE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     head = tl.arange(0, HEADS)[:, None]
     channel = tl.arange(0, DIM)[None, :]
     inside = head < heads
-    x = tl.load(x_ptr + head * x_head + channel, mask=inside, other=0.0).to(tl.float32)
+    x = x.to(tl.float32)
     square = tl.sum(x * x, 1, keep_dims=True)
-    if ACROSS:  # heads that are none are zeros
+    if ACROSS:
         rstd = tl.rsqrt(tl.sum(square, 0, keep_dims=True) / (heads * DIM) + eps)
         weight = tl.load(weight_ptr + head * DIM + channel, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -62,15 +70,16 @@ def _kernel(
     pair = tl.arange(0, DIM // 2)[None, :]
     cos = tl.load(cos_ptr + row * (DIM // 2) + pair)
     sin = tl.load(sin_ptr + row * (DIM // 2) + pair)
+    # Both are asked for before either is used: 30.2 us instead of 33.6 for 4,608 x 24 heads.
+    q = _load(q_ptr + batch * q_batch + row * q_row, heads, q_head, HEADS, DIM)
+    k = _load(k_ptr + batch * k_batch + row * k_row, heads, k_head, HEADS, DIM)
     _norm_rotate(
-        q_ptr + batch * q_batch + row * q_row, q_out_ptr + batch * q_out_batch + row * q_out_row,
-        q_weight_ptr, cos, sin, heads, q_head, q_out_group, q_out_head, eps,
-        ACROSS, SHARE, HEADS, DIM,
+        q, q_out_ptr + batch * q_out_batch + row * q_out_row, q_weight_ptr, cos, sin, heads,
+        q_out_group, q_out_head, eps, ACROSS, SHARE, HEADS, DIM,
     )  # fmt: skip
     _norm_rotate(
-        k_ptr + batch * k_batch + row * k_row, k_out_ptr + batch * k_out_batch + row * k_out_row,
-        k_weight_ptr, cos, sin, heads, k_head, k_out_group, k_out_head, eps,
-        ACROSS, SHARE, HEADS, DIM,
+        k, k_out_ptr + batch * k_out_batch + row * k_out_row, k_weight_ptr, cos, sin, heads,
+        k_out_group, k_out_head, eps, ACROSS, SHARE, HEADS, DIM,
     )  # fmt: skip
     if VALUES:
         _move(

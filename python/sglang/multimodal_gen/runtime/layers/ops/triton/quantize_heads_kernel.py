@@ -45,7 +45,8 @@ def _divide(
     scale = tl.maximum(tl.load(largest_ptr + batch * heads + head), smallest) / LARGEST
     tl.store(scale_ptr + batch * heads + head, scale)  # every program of a head: the same
     at = ((batch * length + row[:, None]) * heads + head) * head_dim + column[None, :]
-    scaled = tl.minimum(tl.maximum(x / scale, -LARGEST, propagate_nan=tl.PropagateNan.ALL),
+    scaled = x * (1.0 / scale)
+    scaled = tl.minimum(tl.maximum(scaled, -LARGEST, propagate_nan=tl.PropagateNan.ALL),
                         LARGEST, propagate_nan=tl.PropagateNan.ALL)  # fmt: skip
     tl.store(values_ptr + at, scaled.to(values_ptr.dtype.element_ty), mask=inside)
 

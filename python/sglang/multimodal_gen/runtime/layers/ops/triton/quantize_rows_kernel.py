@@ -13,9 +13,9 @@ SMALLEST_SCALE = 1e-12
 
 @triton.jit
 def gelu_tanh(x):
-    """The tanh form of GELU; ``tanh(y) = 1 - 2 / (exp(2 y) + 1)``, which no ``y`` makes NaN."""
-    y = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    return 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * y) + 1.0))
+    """The tanh form of GELU, ``x / (1 + exp(-2 y))``: no finite ``x`` makes it NaN."""
+    y = x * (0.7978845608028654 + 0.035677408136300125 * x * x)
+    return x / (1.0 + tl.exp(-2.0 * y))
 
 
 @triton.jit
@@ -29,7 +29,9 @@ def store_row(
     """
     scale = tl.maximum(tl.max(tl.abs(x), 0) / LARGEST, 1e-12)
     tl.store(scale_ptr + row, scale)
-    scaled = tl.minimum(tl.maximum(x / scale, -LARGEST, propagate_nan=tl.PropagateNan.ALL),
+    # One division a row, not one a value.
+    scaled = x * (1.0 / scale)
+    scaled = tl.minimum(tl.maximum(scaled, -LARGEST, propagate_nan=tl.PropagateNan.ALL),
                         LARGEST, propagate_nan=tl.PropagateNan.ALL)  # fmt: skip
     tl.store(values_ptr + row * width + column, scaled.to(values_ptr.dtype.element_ty), mask=inside)
 
@@ -71,7 +73,8 @@ def launch(
     _kernel[(rows,)](
         first, right, values, scale, left_width, right.shape[1], first.stride(0), right.stride(0),
         JOINED=left is not None, GELU=gelu, LARGEST=E4M3_MAX, BLOCK=block,
-        num_warps=min(16, max(1, block // 512)),  # pyright: ignore[reportCallIssue]
+        # 64 values a thread: 4,608 rows of 3,072 + 12,288 take 69 us with GELU, 73 with half of it.
+        num_warps=min(8, max(1, block // 2048)),  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     return values, scale
 

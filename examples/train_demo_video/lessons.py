@@ -29,6 +29,11 @@ from examples.train_demo_video.vocabulary import encode_prompts, load_tokenizer
 
 EDGE_WEIGHT = 1.0
 """Of the error in neighbour differences: flat clips are all edges, and blur costs most there."""
+NEAR_WEIGHT = 10.0
+"""Of a pixel near the shape beside one of the plain ground, which is nine tenths of a clip: without
+it 260 s on an H200 left small crosses and stars round (36 of 64 clips right)."""
+NEAR = 7
+"""Pixels across, around each that is not the ground's."""
 KL_WEIGHT = 2e-3
 """Strong: the noise that it allows in the latents makes the decoder forgive small errors."""
 DROP_PROMPT = 0.1
@@ -117,9 +122,22 @@ def vae_step(vae: Any, batch: Batch, palette: Tensor, frames: int = FRAMES) -> T
     latents = posterior(vae, clips.to(vae.dtype))
     mean, spread = latents.mean.float(), latents.std.float()
     error = decoded(vae, (mean + spread * lots).to(vae.dtype)).float() - clips
-    edges = sum(error.diff(dim=axis).abs().mean() for axis in (2, 3, 4))
+    weight = near_shape(clips)
+    pixels = (weight * (error.abs() + error.square())).mean()
+    edges: Tensor = sum(  # pyright: ignore[reportAssignmentType]
+        (weight.narrow(axis, 1, error.shape[axis] - 1) * error.diff(dim=axis).abs()).mean()
+        for axis in (2, 3, 4)
+    )
     kl = 0.5 * (mean.square() + spread.square() - 1 - latents.logvar.float()).mean()
-    return error.abs().mean() + error.square().mean() + EDGE_WEIGHT * edges + KL_WEIGHT * kl
+    return pixels + EDGE_WEIGHT * edges + KL_WEIGHT * kl
+
+
+def near_shape(clips: Tensor) -> Tensor:
+    """What the error of each pixel counts, [B, 1, F, H, W], one on average; its corner is ground."""
+    apart = (clips - clips[..., :1, :1]).abs().amax(1, keepdim=True)
+    near = F.max_pool3d((apart > 0.02).float(), (1, NEAR, NEAR), stride=1, padding=(0, NEAR // 2, NEAR // 2))
+    weight = 1 + NEAR_WEIGHT * near
+    return weight / weight.mean()
 
 
 @torch.no_grad()

@@ -21,10 +21,10 @@ MARGIN = 1.5
 """Pixels kept free at each edge."""
 LEAST_TRAVEL = 18.0
 """Pixels that a moving shape goes, at least; at most as far as the canvas lets it."""
-SCALES = {"small": (6.5, 7.5), "large": (10.5, 12.5), "": (6.5, 12.5)}
+SCALES = {"small": (8.5, 9.5), "large": (12.5, 14.5), "": (8.5, 14.5)}
 """The scale of a shape in pixels: a circle's radius, and alike for the others."""
-SIZE_BORDER = 9.0
-GROWTH = ((5.5, 7.0), (11.0, 12.5))
+SIZE_BORDER = 11.0
+GROWTH = ((7.5, 9.0), (13.0, 14.5))
 """The smaller and the larger scale of a shape that grows or shrinks."""
 _DIRECTIONS = {"right": (1, 0), "left": (-1, 0), "down": (0, 1), "up": (0, -1)}
 _REACH = np.array([EXTENTS[kind] for kind in KINDS], dtype=np.float32)

@@ -111,7 +111,7 @@ def test_the_command_prints_a_plan(capsys):
     text = capsys.readouterr().out
     assert "denoising_stage" in text
     assert "on one h100" in text
-    assert main(["plan", "--json", "--height", "128", "--width", "64"]) == 0
+    assert main(["plan", "demo", "--json", "--height", "128", "--width", "64"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["settings"]["height"] == 128
     assert told["peak_bytes"] == max(s["bytes"] for s in told["stages"])

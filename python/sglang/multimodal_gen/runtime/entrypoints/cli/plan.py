@@ -14,13 +14,15 @@ from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.server_args.flags import Flag, check_fields, flag, flags_of
 from sglang.multimodal_gen.runtime.server_args.parser import FlagParser
 from sglang.multimodal_gen.runtime.server_args.server_args import server_flags
-from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
+from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, UserError
 
 if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.planning.estimate import Estimate
 
 _EXIT_DOES_NOT_FIT = 1
 _GIB = 1 << 30
+_WIDE = 200
+_MODEL_FLAGS = ("--model-path", "--model_path")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +44,7 @@ class PlanArgs:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command: 0 if the request fits into the GPU, 1 if not."""
+    argv = _with_flag(argv)
     first = _parser(ImageSamplingParams)
     said, _ = first.parse_known(argv)
     if "help" in said:
@@ -65,6 +68,19 @@ def run(argv: Sequence[str]) -> int:
     return 0 if plan.fits else _EXIT_DOES_NOT_FIT
 
 
+def _with_flag(argv: Sequence[str]) -> list[str]:
+    """``sglang plan MODEL ...`` as ``sglang plan --model-path MODEL ...``.
+
+    The name comes first: further on it could be the value of a flag that only its family knows.
+    """
+    if not argv or argv[0].startswith("-"):
+        return list(argv)
+    named, *rest = argv
+    if any(word.partition("=")[0] in _MODEL_FLAGS for word in rest):
+        raise UserError(f"the model is named twice: {named!r} and by --model-path. Name it once.")
+    return ["--model-path", named, *rest]
+
+
 def _sampling_flags(family: type) -> Sequence[Flag]:
     return flags_of(family, without=("prompt",))
 
@@ -74,9 +90,9 @@ def _parser(family: type) -> FlagParser:
         "sglang plan",
         "Say what a request would take on a GPU: memory by component and stage, time by roofline. "
         "Reads configs and safetensors headers alone; needs no GPU.",
-        usage="sglang plan [--model-path MODEL] [--gpu NAME] [options]",
+        usage="sglang plan [MODEL] [--gpu NAME] [options]",
         epilog="Exit code 1 if it does not fit.\n"
-        "Example: sglang plan --model-path ORG/MODEL --gpu rtx-4090 --width 1536",
+        "Example: sglang plan ORG/MODEL --gpu rtx-4090 --width 1536",
     )
     parser.add_flags("where", flags_of(PlanArgs), owner="sglang plan")
     parser.add_flags(f"what ({family.__name__})", _sampling_flags(family), owner=family.__name__)
@@ -106,7 +122,8 @@ def _print(plan: Estimate) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=sys.stdout)
+    # A terminal has a width of its own; what reads a file or pipe wants whole lines.
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDE)
     settings = ", ".join(f"{name} {value}" for name, value in plan.settings.items())
     console.print(f"{plan.model} on one {plan.gpu.name} ({plan.gpu.gib:.0f} GiB): {settings}")
     weights = Table(box=None, pad_edge=False)

@@ -23,6 +23,9 @@ from examples.train_demo_model.optim import MuonAdamW
 Batch = Sequence[Tensor]
 MODE_ERRORS = (RuntimeError, AssertionError, TypeError, ImportError, OSError)
 """What a compiler or a capture that does not work here raises."""
+DIRECT_RUNS = 3
+"""Of one batch, that a graph's must be like. One direct run was not enough where a trained network
+was taken up again: gradients of norm 0.36 and 0.50, and half the speed without a graph (H200)."""
 WARM_STEPS = 3
 TRIAL_STEPS = 8
 SYNC_EVERY = 10
@@ -221,10 +224,12 @@ class Engine:
             target.copy_(source)
         graph.replay()
         replayed = self.last()
-        self._run(self._static)
-        direct = self.last()
-        if not all(math.isclose(a, b, rel_tol=0.1) for a, b in zip(replayed, direct, strict=True)):
-            raise RuntimeError(f"the graph gives loss, gradient {replayed}, running it {direct}")
+        runs = []
+        for _ in range(DIRECT_RUNS):
+            self._run(self._static)
+            runs.append(self.last())
+        if not all(_among(a, direct) for a, *direct in zip(replayed, *runs, strict=True)):
+            raise RuntimeError(f"the graph gives loss, gradient {replayed}, running it {runs}")
         self._graph = graph
 
     def _run(self, batch: Batch) -> None:
@@ -285,3 +290,9 @@ def train(
                 report_steps, report_at = clock.steps, log.seconds()
                 hook.due = log.seconds() + hook.every
     return clock.done
+
+
+def _among(value: float, direct: Sequence[float]) -> bool:
+    """Whether a value lies among those of direct runs, or outside by no more than they spread."""
+    spread = max(0.1 * max(map(abs, direct)), max(direct) - min(direct))
+    return min(direct) - spread <= value <= max(direct) + spread

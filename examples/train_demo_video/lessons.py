@@ -133,9 +133,10 @@ def vae_step(vae: Any, batch: Batch, palette: Tensor, frames: int = FRAMES) -> T
 
 
 def near_shape(clips: Tensor) -> Tensor:
-    """What the error of each pixel counts, [B, 1, F, H, W], one on average; its corner is ground."""
+    """What each pixel's error counts, [B, 1, F, H, W], one on average; a corner is ground."""
     apart = (clips - clips[..., :1, :1]).abs().amax(1, keepdim=True)
-    near = F.max_pool3d((apart > 0.02).float(), (1, NEAR, NEAR), stride=1, padding=(0, NEAR // 2, NEAR // 2))
+    apart, reach = (apart > 0.02).float(), NEAR // 2
+    near = F.max_pool3d(apart, (1, NEAR, NEAR), stride=1, padding=(0, reach, reach))
     weight = 1 + NEAR_WEIGHT * near
     return weight / weight.mean()
 

@@ -8,8 +8,13 @@ from sglang.multimodal_gen.configs.pipeline_configs.wan import (
     WanImageToVideoPipelineConfig,
     WanPipelineConfig,
 )
+from sglang.multimodal_gen.configs.sample.wan import WanSamplingParams
 from sglang.multimodal_gen.configs.task_type import ModelTaskType
-from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, InvalidArgument
+from sglang.multimodal_gen.runtime.utils.errors import (
+    CheckpointError,
+    InvalidArgument,
+    InvalidRequest,
+)
 
 SMALL = {"expand_timesteps": True, "boundary_ratio": None}
 COMPONENTS = {"vae": {"scale_factor_spatial": 16}, "transformer": {"patch_size": [1, 2, 2]}}
@@ -39,3 +44,20 @@ def test_an_operators_boundary_stays():
 def test_an_index_that_makes_no_sense_is_the_checkpoints_fault(index):
     with pytest.raises(CheckpointError, match="makes no sense"):
         WanPipelineConfig().with_checkpoint({}, index)
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "beyond"), [("height", 16384, 16400), ("num_frames", 4093, 4097)]
+)
+def test_what_the_positions_do_not_reach_is_refused_with_the_limit(name, most, beyond):
+    config = WanPipelineConfig()
+    small = {"prompt": "a", "height": 16, "width": 16, "num_frames": 1}
+    config.check_request(WanSamplingParams(**small | {name: most}))
+    with pytest.raises(InvalidRequest, match=f"{name}.*at most {most} "):
+        config.check_request(WanSamplingParams(**small | {name: beyond}))
+
+
+def test_strength_without_a_video_is_not_ignored():
+    with pytest.raises(InvalidRequest, match="no input video"):
+        WanSamplingParams(prompt="a", strength=0.3).check()
+    WanSamplingParams(prompt="a", strength=0.3, video_path="a.mp4").check()

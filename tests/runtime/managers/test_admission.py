@@ -2,9 +2,12 @@ import dataclasses
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from sglang.multimodal_gen.configs.pipeline_configs.flux import FluxPipelineConfig
+from sglang.multimodal_gen.configs.pipeline_configs.qwen_image import QwenImageEditPipelineConfig
 from sglang.multimodal_gen.configs.sample.flux import FluxSamplingParams
+from sglang.multimodal_gen.configs.sample.qwen_image import QwenImageEditSamplingParams
 from sglang.multimodal_gen.configs.sample.sampling_params import MAX_SEED
 from sglang.multimodal_gen.runtime.managers.admission import admit
 from sglang.multimodal_gen.runtime.utils.errors import InternalError, InvalidRequest
@@ -143,3 +146,17 @@ def test_an_admitted_request_cannot_change():
 def test_an_image_path_that_is_none_is_refused(path):
     with pytest.raises(InvalidRequest, match="image_path"):
         batches(image_path=path)
+
+
+def test_a_picture_that_is_a_line_is_refused_where_the_model_cannot_look_at_it(tmp_path):
+    path = tmp_path / "thin.png"
+    Image.new("RGB", (1, 200)).save(path)
+    wide = tmp_path / "wide.png"
+    Image.new("RGB", (199, 1)).save(wide)
+    params = QwenImageEditSamplingParams(
+        prompt="a", image_path=str(path), height=64, width=64, seed=0
+    )
+    config = QwenImageEditPipelineConfig()
+    with pytest.raises(InvalidRequest, match=r"1x200.*less than 200 times"):
+        admit(params, config, batching_max_size=1)
+    assert admit(dataclasses.replace(params, image_path=str(wide)), config, batching_max_size=1)

@@ -82,6 +82,8 @@ class PipelineConfig(Sealable):
     output_area: PictureArea | None = None
     """Where height or width is left out: about so many pixels, in the shape of the last input
     image. None: they must be given."""
+    max_input_aspect: ClassVar[float | None] = None
+    """The longer side of an input image over the shorter one, at most; None for any."""
     max_pixels: int = 4096 * 4096
     max_video_pixels: int = 2**28
     """The most that frames x height x width of one clip may be."""

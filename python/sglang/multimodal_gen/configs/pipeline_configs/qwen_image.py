@@ -188,6 +188,10 @@ class QwenImagePipelineConfig(ImagePipelineConfig):
         return 1 / std, mean
 
 
+MAX_ASPECT = 200.0
+"""Of what Qwen2-VL's and Qwen3-VL's picture processors take."""
+
+
 @dataclass
 class QwenImageEditPipelineConfig(QwenImagePipelineConfig):
     """The language model sees the picture too; its latents stand behind those to make."""
@@ -195,6 +199,7 @@ class QwenImageEditPipelineConfig(QwenImagePipelineConfig):
     pipeline_name: ClassVar[str | None] = "QwenImageEditPipeline"
 
     max_images: ClassVar[int | None] = 1
+    max_input_aspect: ClassVar[float | None] = MAX_ASPECT
 
     task_type: ModelTaskType = ModelTaskType.I2I
     output_area: PictureArea | None = VAE_AREA

@@ -12,6 +12,7 @@ from sglang.multimodal_gen.configs.picture_area import PictureArea
 from sglang.multimodal_gen.configs.pipeline_configs.base import resolution_shift
 from sglang.multimodal_gen.configs.pipeline_configs.qwen_image import (
     CHAT,
+    MAX_ASPECT,
     PICTURE,
     PICTURE_TOKEN,
     VAE_AREA,
@@ -72,6 +73,7 @@ class QwenImage21PipelineConfig(QwenImagePipelineConfig):
     """
 
     pipeline_name: ClassVar[str | None] = "QwenImage21Pipeline"
+    max_input_aspect: ClassVar[float | None] = MAX_ASPECT
 
     task_type: ModelTaskType = ModelTaskType.TI2I
     output_area: PictureArea | None = VAE_AREA

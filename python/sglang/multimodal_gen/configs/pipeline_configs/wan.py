@@ -36,6 +36,7 @@ class WanDiTConfig(DiTConfig):
     """``image_dim``: it attends to CLIP's view of pictures; ``pos_embed_seq_len``: of two."""
 
     patch_size: tuple[int, int, int] = (1, 2, 2)
+    rope_max_seq_len: int = 1024
     image_dim: int | None = None
     pos_embed_seq_len: int | None = None
 
@@ -107,7 +108,10 @@ class WanPipelineConfig(PipelineConfig):
         return self.expand_timesteps
 
     def check_request(self, params: SamplingParams) -> None:
-        """Refuse settings of a second expert that is not there, and images in a wrong number."""
+        """Refuse settings of a second expert that is not there, images in a wrong number, and
+        clips with more patches along an axis than the denoiser has positions.
+        """
+        self._check_positions(params)
         for name in ("guidance_scale_2", "boundary_ratio"):
             value = getattr(params, name, None)
             if value is not None and self.boundary_ratio is None:
@@ -125,6 +129,22 @@ class WanPipelineConfig(PipelineConfig):
             raise InvalidRequest("image_path", params.image_paths, problem)
         if images == 2 and getattr(params, "num_frames", 2) < 2:
             raise InvalidRequest("num_frames", 1, "a first and a last frame need more than one")
+
+    def _check_positions(self, params: SamplingParams) -> None:
+        """Before anything is loaded or allocated: the denoiser would find out in the loop."""
+        assert isinstance(self.dit_config, WanDiTConfig)
+        depth, *sides = self.dit_config.patch_size
+        most, ratio = self.dit_config.rope_max_seq_len, self.vae_config.spatial_compression_ratio
+        for name, patch in zip(("height", "width"), sides, strict=True):
+            value = getattr(params, name)
+            if value is not None and value // (ratio * patch) > most:
+                problem = f"this checkpoint has positions for at most {most * ratio * patch} pixels"
+                raise InvalidRequest(name, value, problem)
+        frames = getattr(params, "num_frames", 1)
+        if ((frames - 1) // self.frame_multiple + 1) // depth > most:
+            longest = (most * depth - 1) * self.frame_multiple + 1
+            problem = f"this checkpoint has positions for at most {longest} frames"
+            raise InvalidRequest("num_frames", frames, problem)
 
     def prepare_model_state(self, batch: Req, transformer: WanTransformer3DModel) -> WanState:
         """Positions of the clip's patches, and the given frames."""

@@ -50,6 +50,10 @@ class WanSamplingParams(VideoSamplingParams):
         self._check_optional("guidance_scale_2", low=0.0, high=MAX_GUIDANCE)
         self._check_optional("boundary_ratio", low=0.0, high=1.0)
         check_number("strength", self.strength, float, low=0.0, high=1.0)
+        if not self.video_paths and self.strength != type(self).strength:
+            raise InvalidRequest(
+                "strength", self.strength, "has no effect: there is no input video; leave it out"
+            )
         if self.video_paths and int(self.num_inference_steps * self.strength) < 1:
             least = 1 / self.num_inference_steps
             problem = f"leaves none of {self.num_inference_steps} steps; at least {least:.3g}"

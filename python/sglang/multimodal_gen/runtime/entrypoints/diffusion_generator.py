@@ -199,8 +199,8 @@ class DiffGenerator:
             sampling_params: sampling fields by name: ``prompt`` (text or a list), ``seed``,
                 ``num_outputs_per_prompt``, ``height``, ``width``, ``num_inference_steps``,
                 ``guidance_scale``, ``negative_prompt``, ``true_cfg_scale``, ``num_frames``,
-                ``fps``, ``image_path`` (paths, Pillow's images, bytes of files, or ``data:``
-                URLs), ...
+                ``fps``, ``image_path`` (paths, Pillow's images, bytes of files, ``data:`` URLs, or
+                URLs that are fetched as a server does by default), ...
 
         Raises:
             InvalidRequest: a field is unknown or a value does not fit the model.

@@ -1,23 +1,26 @@
-"""Input pictures that a Python caller holds in memory, as the files that a request names."""
+"""Input pictures that a caller holds in memory or names by URL, as the files of a request."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import binascii
 import os
+import re
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 from sglang.multimodal_gen.runtime.utils.errors import InvalidRequest
+from sglang.multimodal_gen.runtime.utils.image_file import eight_bit
 
 FIELD = "image_path"
-_AS_PNG = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 _SHOWN = 40
+_SCHEME = re.compile(r"(data:|[a-z][a-z0-9+.-]*://)", re.IGNORECASE)
 
 
 class InputPictures:
@@ -44,10 +47,14 @@ class InputPictures:
             self._folder.cleanup()
 
     def named(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Sampling values in which pictures, bytes and ``data:`` URLs became paths.
+        """Sampling values in which pictures, bytes and URLs became paths.
+
+        ``http`` and ``https`` are fetched by the rules of a server as it is by default: public
+        addresses, a picture by its content type, 20 MiB, 10 s.
 
         Raises:
-            InvalidRequest: a URL holds no base64.
+            InvalidRequest: a picture cannot be decoded, a ``data:`` URL holds no base64, or a URL
+                may not be fetched or does not give a picture.
         """
         given = values.get(FIELD)
         if isinstance(given, (list, tuple)):
@@ -57,11 +64,15 @@ class InputPictures:
     def _path(self, given: Any) -> Any:
         if isinstance(given, Image.Image):
             path = self._new(".png")
-            upright = ImageOps.exif_transpose(given)
-            (upright if upright.mode in _AS_PNG else upright.convert("RGB")).save(path)
+            eight_bit(given, f"a {given.mode} picture", keep_alpha=True).save(path)
             return str(path)
-        if isinstance(given, str) and given.startswith("data:"):
+        scheme = _SCHEME.match(given) if isinstance(given, str) else None
+        if scheme is not None and scheme[1].lower() == "data:":
             given = _decoded(given)
+        elif scheme is not None:
+            path = self._new("")
+            _fetch(given, path)
+            return str(path)
         if isinstance(given, bytes):
             path = self._new("")
             path.write_bytes(given)
@@ -79,9 +90,26 @@ def _decoded(url: str) -> bytes:
     head, _, body = url.partition(",")
     try:
         data = base64.b64decode(body, validate=True)
-    except binascii.Error:
+    except ValueError:  # binascii.Error is one; letters outside ASCII are another
         data = b""
-    if not data or not head.endswith(";base64"):
+    if not data or not head.lower().endswith(";base64"):
         problem = "is no picture in base64. Write data:image/png;base64,..."
         raise InvalidRequest(FIELD, url[:_SHOWN], problem)
     return data
+
+
+def _fetch(url: str, place: Path) -> None:
+    # A server's modules are read where a URL is given, not by every picture that is made.
+    from sglang.multimodal_gen.runtime.entrypoints.http.errors import ApiError
+    from sglang.multimodal_gen.runtime.entrypoints.http.image_fetch import ImageFetcher
+    from sglang.multimodal_gen.runtime.server_args.guard_section import FetchArgs
+
+    fetcher = ImageFetcher(FetchArgs())
+    # A thread of its own: the caller may have an event loop running (a notebook has).
+    with ThreadPoolExecutor(1) as thread:
+        fetched = thread.submit(lambda: asyncio.run(fetcher.fetch(url, place, FIELD)))
+        try:
+            fetched.result()
+        except ApiError as error:
+            problem = str(error).removeprefix(f"{FIELD}: ")
+            raise InvalidRequest(FIELD, url[:_SHOWN], f"{problem}.") from error

@@ -50,6 +50,7 @@ def admit(
         has_image=bool(params.image_paths),
         has_video=bool(params.video_paths),
     )
+    _check_images(params, config)
     params = _shaped_like_its_image(params, config)
     height, width = _size(params, config)
     frames, frame_warnings = _frames(params, config, task_type)
@@ -123,6 +124,20 @@ def _negatives(params: SamplingParams, count: int) -> list[str] | None:
 def _open_as_zero(value: float | None) -> float:
     """Zero in the batch where an opaque pipeline chooses; it reads ``batch.request`` instead."""
     return 0 if value is None else value
+
+
+def _check_images(params: SamplingParams, config: PipelineConfig) -> None:
+    """Refuse an input image that is thinner than the model's reader takes."""
+    if config.max_input_aspect is None:
+        return
+    for path in params.image_paths:
+        width, height = input_image_size(path)
+        if max(width, height) >= config.max_input_aspect * min(width, height):
+            problem = (
+                f"is {width}x{height}, and this model looks at pictures whose longer side is less "
+                f"than {config.max_input_aspect:g} times the shorter one. Crop or pad it"
+            )
+            raise InvalidRequest("image_path", os.fspath(path), problem)
 
 
 def _shaped_like_its_image(params: SamplingParams, config: PipelineConfig) -> SamplingParams:

@@ -174,12 +174,24 @@ def load_input_image(
             (judged by the header, before anything is decoded).
     """
     with _opened(path, max_pixels) as image:
-        try:
-            image.load()
-            upright = ImageOps.exif_transpose(image)
-        except _DAMAGE as error:
-            raise _damaged(path, error) from error
-        return _rgb(upright, path, keep_alpha)
+        return eight_bit(image, path, keep_alpha=keep_alpha)
+
+
+def eight_bit(image: Image.Image, name: Path | str, *, keep_alpha: bool = False) -> Image.Image:
+    """Any picture of Pillow's as `load_input_image` gives those in files; ``name`` is for messages.
+
+    Raises:
+        InvalidRequest: it has no pixels, or they cannot be decoded or are no 8 or 16 bits.
+    """
+    if 0 in image.size:
+        problem = f"has no pixels ({image.width}x{image.height}). Give a picture."
+        raise InvalidRequest(_FIELD, str(name), problem)
+    try:
+        image.load()
+        upright = ImageOps.exif_transpose(image)
+    except _DAMAGE as error:
+        raise _damaged(name, error) from error
+    return _rgb(upright, name, keep_alpha)
 
 
 def input_image_size(path: Path | str, *, max_pixels: int = MAX_INPUT_PIXELS) -> tuple[int, int]:
@@ -316,7 +328,8 @@ def _rgb(image: Image.Image, path: Path | str, keep_alpha: bool) -> Image.Image:
         problem = "holds floating-point pixels. Save it with 8 or 16 bits a channel."
         raise InvalidRequest(_FIELD, str(path), problem)
     if image.has_transparency_data:
-        colours = image.convert("RGBA")
+        # Pillow takes grey with premultiplied alpha to no other mode.
+        colours = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         if keep_alpha:
             return colours
         white = Image.new("RGBA", colours.size, (255, 255, 255, 255))

@@ -1,9 +1,11 @@
+import pytest
 import torch
 import torch.nn.functional as F
 
 from sglang.multimodal_gen.runtime.layers.modulation import (
     AdaLayerNormContinuous,
     AdaLayerNormZero,
+    in_full_company,
 )
 from sglang.multimodal_gen.runtime.layers.ops.norm_modulate import add_gated, norm_modulate
 
@@ -31,3 +33,16 @@ def test_continuous_takes_scale_before_shift():
     layer, x, vector = AdaLayerNormContinuous(4, 4), torch.randn(1, 3, 4), torch.randn(1, 4)
     scale, shift = layer.linear(vector).chunk(2, dim=-1)
     torch.testing.assert_close(layer(x, vector), norm_modulate(x, shift[:, None], scale[:, None]))
+
+
+def test_a_vector_and_rows_made_of_it_cannot_be_taken_for_each_other():
+    with pytest.raises(ValueError, match="as wide as"):
+        AdaLayerNormContinuous(4, conditioning_dim=8)
+    with pytest.raises(ValueError, match="5 numbers: a vector has 4, rows have 8"):
+        AdaLayerNormContinuous(4, 4).rows(torch.randn(1, 5))
+
+
+def test_one_number_beside_several_images_is_all_images():
+    times, guidance = torch.randn(3, 4), torch.randn(1)
+    found = in_full_company(lambda t, g: t * g[:, None], times, guidance)
+    assert torch.equal(found, times * guidance)

@@ -72,6 +72,8 @@ def main():
     for launch in (norm_modulate_kernel.launch, norm_modulate_kernel.launch_rows):
         launch(x, None, None, row, row, 1e-6)
         launch(x, row, x, row.float(), row.float(), 1e-6, True)
+        launch(x, None, x, row.float(), row.float(), 1e-6)
+    norm_modulate_kernel.launch(x, row, x, None, None, 1e-6)
     quantize_heads_kernel.launch(empty(2, 100, 3, 24, 128)[:, :, 1], 1e-12)
     heads, table = empty(1, 64, 24, 128), empty(64, 64, dtype=torch.float32)
     room = empty(1, 64, 1, 24, 128)
@@ -81,15 +83,15 @@ def main():
             heads, heads, heads, *weights, table, table, 1e-6, room, room, room
         )
     clip = empty(1, 96, 2, 8, 8).to(memory_format=torch.channels_last_3d)
-    channel_norm_kernel.launch(clip, empty(96), torch.empty_like(clip), 1.0, 1e-12, True)
+    for silu, maps in ((True, clip), (False, clip.float())):
+        channel_norm_kernel.launch(maps, empty(96), torch.empty_like(maps), 1.0, 1e-12, silu)
     picture = empty(1, 128, 16, 16).to(memory_format=torch.channels_last)
-    group_norm_kernel.launch(picture, empty(128), empty(128), 32, 1e-6, True)
-    few_rows_kernel.launch(
-        empty(1, 3072),
-        empty(6144, 3072, dtype=torch.float8_e4m3fn),
-        empty(6144, 1, dtype=torch.float32),
-        empty(6144),
-    )
+    for silu, maps in ((True, picture), (False, picture.float())):
+        group_norm_kernel.launch(maps, empty(128), empty(128), 32, 1e-6, silu)
+    weight = empty(6144, 3072, dtype=torch.float8_e4m3fn)
+    for vectors in (empty(1, 3072), empty(16, 3072, dtype=torch.float32)):
+        scale = empty(6144, 1, dtype=torch.float32)
+        few_rows_kernel.launch(vectors, weight, scale, empty(6144))
 
 
 main()

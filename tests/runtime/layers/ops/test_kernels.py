@@ -121,6 +121,13 @@ def test_qk_norm_rotary(batch, length, heads, dim, groups, dtype):
     assert not message[:, :2].any()  # the other stream's room is untouched
     unrotated = torch.nn.functional.rms_norm(q.float(), (dim,), q_weight.float(), 1e-6)
     assert relative_l2(outs[0].flatten(2, 3), unrotated) > 0.1
+    # Channels that lie apart, and a table that is a part of a wider one.
+    apart = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)]
+    wide = [torch.cat((x, x), dim=1)[:, : dim // 2] for x in (cos, sin)]
+    expected = [out.clone() for out in outs]
+    message.zero_()
+    qk_norm_rotary_kernel.launch(*apart, q_weight, k_weight, *wide, 1e-6, *outs)
+    assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
     # Without values: theirs stays as it was.
     message.zero_()
     qk_norm_rotary_kernel.launch(q, k, None, q_weight, k_weight, cos, sin, 1e-6, *outs[:2], None)

@@ -36,12 +36,27 @@ def shares(conditioning_BC: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]
     return conditioning_BC.split(list(widths), dim=-1)
 
 
-def rows_of(conditioning_BC: Tensor, linear: nn.Module, width: int) -> Tensor:
+def rows_of(conditioning_BC: Tensor, linear: nn.Linear, width: int) -> Tensor:
     """What a modulation's linear makes of the conditioning vector, [B, width], unless it is that
-    already."""
-    if conditioning_BC.shape[-1] == width:
+    already.
+
+    Raises:
+        ValueError: it is as wide as neither.
+    """
+    given, taken = conditioning_BC.shape[-1], linear.in_features
+    if given == width:
         return conditioning_BC
+    if given != taken:
+        raise ValueError(
+            f"conditioning of {given} numbers: a vector has {taken}, rows have {width}"
+        )
     return in_full_company(linear, conditioning_BC)
+
+
+def _refuse_alike(conditioning_dim: int, width: int) -> None:
+    """A vector and rows are told apart by their width."""
+    if conditioning_dim == width:
+        raise ValueError(f"a conditioning vector as wide as what is made of it ({width})")
 
 
 def in_full_company(make: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
@@ -50,13 +65,15 @@ def in_full_company(make: Callable[..., Tensor], *inputs: Tensor | None) -> Tens
 
     Libraries choose a product's kernel by its number of rows, so that a row's last bits depend on
     how many come with it. Here they do not: one step's row in a forward and the same row in a table
-    of several steps are equal. It takes no longer: the product waits for its weight.
+    of several steps are equal. It takes no longer: the product waits for its weight. An input of
+    one image beside others of several is all images'.
     """
-    count = next(len(x) for x in inputs if x is not None)
+    count = max(len(x) for x in inputs if x is not None)
     if count >= FEW_ROWS:
         return make(*inputs)
     missing = FEW_ROWS - count
-    full = [None if x is None else F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) for x in inputs]
+    whole = [None if x is None else x.expand(count, *x.shape[1:]) for x in inputs]
+    full = [None if x is None else F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) for x in whole]
     return make(*full)[:count]
 
 
@@ -89,6 +106,7 @@ class AdaLayerNormContinuous(nn.Module):
     def __init__(self, dim: int, conditioning_dim: int) -> None:
         super().__init__()
         self.width = 2 * dim
+        _refuse_alike(conditioning_dim, self.width)
         self.linear = nn.Linear(conditioning_dim, self.width)
 
     def rows(self, conditioning_BC: Tensor) -> Tensor:

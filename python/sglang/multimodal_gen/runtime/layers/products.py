@@ -64,12 +64,14 @@ def joint_parallel_linears(
     whoever joins the streams (`qk_norm.norm_rotate_join`) finds them joined.
     """
     first = streams[0][0]
-    can = _mergeable(first) and not torch.is_grad_enabled()  # out= knows no gradients
+    weights_read = (p for _, linears in streams for m in linears for p in m.parameters())
+    read = chain((x for x, _ in streams), weights_read)
+    may_join = _mergeable(first) and not wants_gradient(read)  # out= knows no gradients
     if torch.compiler.is_compiling():
-        return _compiled_streams(streams, can)
+        return _compiled_streams(streams, may_join)
     if (quantized := _quantized_streams(streams)) is not None:
         return quantized
-    packed = [_packed(linears) for _, linears in streams] if can else []
+    packed = [_packed(linears) for _, linears in streams] if may_join else []
     weights = [pair[0] for pair in packed if pair is not None and pair[1] is not None]
     if len(weights) < len(streams) or first.shape[0] != 1 or len({len(w) for w in weights}) > 1:
         return tuple(parallel_linears(x, *linears) for x, linears in streams)
@@ -243,16 +245,15 @@ def _compiled_products(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor,
 
 
 def _compiled_streams(
-    streams: Sequence[tuple[Tensor, Sequence[nn.Module]]], can: bool
+    streams: Sequence[tuple[Tensor, Sequence[nn.Module]]], may_join: bool
 ) -> tuple[tuple[Tensor, ...], ...]:
     """`joint_parallel_linears` while torch compiles."""
     plain = [linear for _, linears in streams for linear in linears if _is_local(linear)]
     biases: list[Tensor] = [linear.bias for linear in plain if linear.bias is not None]
-    counts, widths = {len(linears) for _, linears in streams}, {
-        sum(_widths(linears)) for _, linears in streams
-    }  # fmt: skip
+    counts = {len(linears) for _, linears in streams}
+    widths = {sum(_widths(linears)) for _, linears in streams}
     whole = len(plain) == len(biases) == sum(len(linears) for _, linears in streams)
-    if not (can and whole and len(counts) == len(widths) == 1 and streams[0][0].shape[0] == 1):
+    if not (may_join and whole and len(counts) == len(widths) == 1 and streams[0][0].shape[0] == 1):
         return tuple(parallel_linears(x, *linears) for x, linears in streams)
     joint = joint_products([x for x, _ in streams], [linear.weight for linear in plain], biases)
     lengths = [x.shape[1] for x, _ in streams]

@@ -185,3 +185,16 @@ def test_bands_of_rows_keep_to_the_librarys_layers(first):
     assert relative(banded, whole) < 1e-5
     assert relative(again, whole) < LIMIT
     assert calls
+
+
+def test_an_upsampling_whose_convolution_in_time_is_unusual_is_left_to_the_library():
+    vae, reference = pair("wan 2.1")
+    for model in (vae, reference):
+        for module in model.decoder.modules():
+            if getattr(module, "mode", None) == "upsample3d":
+                module.time_conv.padding_mode = "reflect"  # by none on each side: no other result
+                module.time_conv._reversed_padding_repeated_twice = [0] * 6
+    latents = noise(1, 4, 2, 5, 4)
+    with torch.no_grad():
+        expected = reference.decode(latents, return_dict=False)[0]
+        assert relative(vae.decode(latents, return_dict=False)[0], expected) < LIMIT

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from sglang.multimodal_gen.runtime.layers.ops.fp8_rows import E4M3_MAX, to_e4m3
 from sglang.multimodal_gen.runtime.layers.ops.operator import fused_operator
 
-E4M3 = torch.float8_e4m3fn
 SMALLEST = 1e-12
 """Stands for the largest value of a head of zeros."""
 
@@ -15,8 +14,8 @@ SMALLEST = 1e-12
 def quantize_heads_plain(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [B, S, H, D] in e4m3, contiguous, and what gives the values back: [B, H] float32."""
     largest = x.abs().amax(dim=(1, 3), keepdim=True).float().clamp_min(SMALLEST)
-    scale = largest / torch.finfo(E4M3).max
-    return (x / scale).to(E4M3), scale[:, 0, :, 0]
+    scale = largest / E4M3_MAX
+    return to_e4m3(x, scale), scale[:, 0, :, 0]
 
 
 def _launch(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,10 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang.multimodal_gen.runtime.layers.ops.triton.quantize_rows_kernel import (
-    E4M3_MAX,
-    store_row,
-)
+from sglang.multimodal_gen.runtime.layers.ops.fp8_rows import E4M3_MAX, SMALLEST_SCALE
+from sglang.multimodal_gen.runtime.layers.ops.triton.quantize_rows_kernel import store_row
 
 
 @triton.jit
@@ -23,7 +21,7 @@ def _kernel(
     rows, dim, x_batch, x_row, update_batch, update_row, gate_batch, gate_row,
     shift_batch, shift_row, scale_batch, scale_row, eps,
     ADDED: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
-    ROWS: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     batch, row = program // rows, program % rows
@@ -54,7 +52,9 @@ def _kernel(
         if ROWS:
             # What a quantiser of its own would see: rounded to the result's type before.
             row_out = tl.where(inside, out.to(tl.float32), 0.0)
-            store_row(row_out, inside, column, program, dim, values_ptr, row_scale_ptr, LARGEST)
+            store_row(
+                row_out, inside, column, program, dim, values_ptr, row_scale_ptr, LARGEST, SMALLEST
+            )
 
 
 def launch(
@@ -116,7 +116,7 @@ def _launched(
         rows, dim, x.stride(0), x.stride(1), update.stride(0), update.stride(1),
         *_steps(gate), *_steps(shift), *_steps(scale), eps,
         ADDED=added, GATED=gated, NORM=norm, OFFSET=0.0 if affine else 1.0,
-        ROWS=quantized is not None, LARGEST=E4M3_MAX,
+        ROWS=quantized is not None, LARGEST=E4M3_MAX, SMALLEST=SMALLEST_SCALE,
         # On an H200, 4,608 rows of 3,072: 16.8 us with 32 values a thread, 21.9 with 16; the sum
         # and the norm of 32,760 x 1,536 100 us with either. Rows in eight bits: 64 values.
         BLOCK=block,

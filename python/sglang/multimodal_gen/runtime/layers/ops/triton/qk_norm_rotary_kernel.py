@@ -102,7 +102,11 @@ def launch(
     k_out: Tensor,
     v_out: Tensor | None,
 ) -> None:
-    """As the plain twin; all strides are free but the last, head widths are powers of two."""
+    """As the plain twin; results are dense along the last dimension, heads powers of two wide."""
+    assert all(x is None or x.stride(-1) == 1 for x in (q_out, k_out, v_out))
+    q, k = _dense(q), _dense(k)
+    v = None if v is None else _dense(v)
+    cos, sin = cos.contiguous(), sin.contiguous()
     batch, length, heads, head_dim = q.shape
     block = triton.next_power_of_2(heads)
     values = v is not None and v_out is not None
@@ -116,3 +120,8 @@ def launch(
         SHARE=q_out.shape[3], HEADS=block, DIM=head_dim,
         num_warps=min(16, max(1, block * head_dim // 512)),  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Along the last dimension; a copy only where it is not."""
+    return x if x.stride(-1) == 1 else x.contiguous()

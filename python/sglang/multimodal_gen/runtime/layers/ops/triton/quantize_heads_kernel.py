@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang.multimodal_gen.runtime.layers.ops.triton.quantize_rows_kernel import E4M3_MAX
+from sglang.multimodal_gen.runtime.layers.ops.fp8_rows import E4M3_MAX
 
 POSITIONS = 64
 """Of a program, for one head: a tile of 64 x 128 is 64 numbers for each thread of four warps."""

@@ -76,7 +76,10 @@ def causal_video_forwards(library: ModuleType, prefix: str) -> Mapping[type, Cho
             return None  # the library's halves as they are
         up = module.resample[0]
         twice = type(up) is upsample and tuple(up.scale_factor) == (2.0, 2.0)
-        return _upsample if twice and up.mode in ("nearest", "nearest-exact") else None
+        nearest = twice and up.mode in ("nearest", "nearest-exact")
+        # `_upsample` hands its convolution in time what only `_convolve` takes.
+        in_time = module.mode == "upsample2d" or convolve(module.time_conv) is _convolve
+        return _upsample if nearest and in_time else None
 
     return {
         norm: plain_norm,

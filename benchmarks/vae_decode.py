@@ -94,10 +94,16 @@ def _measure(parallel: ParallelState, options: argparse.Namespace) -> list[Row]:
     nothing = z.new_empty(0, 3, *(0 for _ in z.shape[2:]))
 
     def plain() -> Tensor:
-        return vae._decode(z) if group.is_first else nothing
+        # By the public door, like the library's: it clamps what it hands out, where a model does.
+        return vae.decode(z, return_dict=False)[0] if group.is_first else nothing
 
     def tiled() -> Tensor:
-        return vae.parallel_tiled_decode(z, group)
+        if options.tile:
+            vae.enable_tiling(options.tile, options.tile)
+        try:
+            return vae.parallel_tiled_decode(z, group)
+        finally:
+            vae.disable_tiling()
 
     def diffusers_own() -> Tensor:
         return theirs.decode(z, return_dict=False)[0] if group.is_first else nothing
@@ -107,8 +113,6 @@ def _measure(parallel: ParallelState, options: argparse.Namespace) -> list[Row]:
         vae.enable_spatial_shard(group)
         ways["spatial_shard"] = lambda: vae.spatial_shard_decode(z)
     ways["diffusers"] = diffusers_own
-    if options.tile:
-        vae.enable_tiling(options.tile, options.tile)
     ways = {mode: way for mode, way in ways.items() if mode in options.modes}
     reference = plain().float().cpu()
     errors, exchanges = {}, {}

@@ -18,6 +18,9 @@ from sglang.multimodal_gen.runtime.layers.quantization.fp8 import Fp8Method
 from sglang.multimodal_gen.runtime.layers.quantization.install import quantize_linears
 from sglang.multimodal_gen.runtime.loader import compile_denoisers as loader
 from sglang.multimodal_gen.runtime.memory.layerwise import LayerwiseOffloadableModuleMixin
+from sglang.multimodal_gen.runtime.pipelines_core.composed_pipeline_base import (
+    ComposedPipelineBase,
+)
 from sglang.multimodal_gen.runtime.server_args.speed_section import SpeedArgs
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 
@@ -89,13 +92,21 @@ def compiled(modules, speed=ASKED, device="cpu"):
     return loader.compile_denoisers(modules, {name: name for name in modules}, speed, device)
 
 
-def test_what_the_machine_lacks_is_told_before_the_first_picture(monkeypatch):
+def test_what_the_machine_lacks_is_told_before_weights_are_read(monkeypatch):
     monkeypatch.setattr(loader, "HAS_TRITON", False)
     with pytest.raises(InvalidArgument, match="needs Triton"):
-        compiled({"transformer": Blocks()}, device="cuda")
+        loader.check_machine("cuda")
+    reads = []
+    monkeypatch.setattr(ComposedPipelineBase, "_load_modules", lambda *_: reads.append(1))
     absent = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
     with absent, pytest.raises(InvalidArgument, match=r"needs a C\+\+ compiler"):
-        compiled({"transformer": Blocks()})
+        pictures(enable_torch_compile=True)
+    assert not reads, "before weights are read"
+
+
+def test_two_experts_of_one_class_are_one_kind_of_code():
+    _, note = compiled({"transformer": Blocks(), "transformer_2": Blocks()})
+    assert "2 blocks of transformer and transformer_2, 1 kinds of code" in note
 
 
 def test_what_cannot_be_compiled_is_refused_with_the_remedy():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
-from sglang.multimodal_gen.runtime.cache.graph_runner import GraphCounters
+from sglang.multimodal_gen.runtime.cache.graph_runner import GraphCounters, GraphRunner
 from sglang.multimodal_gen.runtime.entrypoints.bench.profile import waits_in_loop
+from sglang.multimodal_gen.runtime.entrypoints.bench.sides import describe, our_side
 from sglang.multimodal_gen.runtime.entrypoints.bench.trial import (
     Forwards,
     Spread,
@@ -16,6 +19,8 @@ from sglang.multimodal_gen.runtime.entrypoints.bench.trial import (
     measure,
 )
 from sglang.multimodal_gen.runtime.loader.random_weights import fill
+from sglang.multimodal_gen.runtime.pipelines_core.stages import DenoisingStage
+from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent
 
 
@@ -78,6 +83,36 @@ def test_forwards_are_counted_by_hooks_or_by_the_graph_runner():
         counters.direct += 1
         counters.replays += 5
     assert forwards.count == 6
+
+
+class Replays:
+    """Records nothing: replays by calling again."""
+
+    def __init__(self):
+        self.device = torch.device("cpu")
+
+    def record(self, call, what):
+        output = call()
+        return SimpleNamespace(output=output, replay=lambda: output.copy_(call()))
+
+    def forget(self):
+        """Nothing is kept."""
+
+
+@pytest.mark.parametrize("settings", [{}, {"step_cache": "first-block"}])
+def test_forwards_are_counted_with_graphs_and_a_step_cache(settings):
+    values = {"prompt": "a red circle", "num_inference_steps": 3, "seed": 1, **settings}
+    model = describe(ServerArgs.from_flat(model_path="demo", device="cpu"))
+    side = our_side(model, values, random_weights=False)
+    with closing(side.pipeline):
+        side.pipeline.graphs = runner = GraphRunner(Replays())
+        (loop,) = (s for s in side.pipeline.stages.values() if isinstance(s, DenoisingStage))
+        loop.guidance.call = runner
+        plain = side.run().forwards_a_step
+        called = runner.counters.direct + runner.counters.replays
+    # A step cache goes past the runner.
+    assert called == (0 if settings else 6)
+    assert plain == 2
 
 
 def test_random_weights_keep_ties_dtypes_and_buffers():

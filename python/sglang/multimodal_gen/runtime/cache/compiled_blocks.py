@@ -58,8 +58,13 @@ class CompiledBlocks:
         self._blocks: list[nn.Module] = []
         self._forwards: dict[type, Callable[..., Any]] = {}
 
-    def add(self, denoiser: nn.Module) -> int:
-        """Compile the blocks that a denoiser names; returns how many classes they are of.
+    @property
+    def kinds(self) -> int:
+        """Classes of blocks that code is made for, of all denoisers together."""
+        return len(self._forwards)
+
+    def add(self, denoiser: nn.Module) -> None:
+        """Compile the blocks that a denoiser names.
 
         Raises:
             PipelineDefinitionError: it names none.
@@ -75,7 +80,6 @@ class CompiledBlocks:
                 cls.forward, backend=self._compiler(cls), fullgraph=True
             )
         self.refresh()
-        return len({type(block) for block in blocks})
 
     def refresh(self) -> None:
         """Adapters changed: blocks on whose linears some are live run as they are written.

@@ -52,7 +52,6 @@ def compile_denoisers(
     """
     if not speed.enable_torch_compile:
         return None, None
-    _check_machine(device)
     found = [name for name in denoisers(names) if isinstance(modules[name], nn.Module)]
     if not found:
         problem = f"no component of this pipeline ({', '.join(names)}) is a denoiser. Leave it out"
@@ -61,15 +60,21 @@ def compile_denoisers(
         _check(name, modules[name])
     folder = keep_compiled_code()
     compiled = CompiledBlocks(speed.torch_compile_mode)
-    kinds = sum(compiled.add(modules[name]) for name in found)
+    for name in found:
+        compiled.add(modules[name])
     return compiled, (
-        f"torch.compile: {compiled.counters.blocks} blocks of {' and '.join(found)}, {kinds} kinds "
-        f"of code; the first two sizes wait for the compiler; its work is kept in {folder}"
+        f"torch.compile: {compiled.counters.blocks} blocks of {' and '.join(found)}, "
+        f"{compiled.kinds} kinds of code; the first two sizes wait for the compiler; "
+        f"its work is kept in {folder}"
     )
 
 
-def _check_machine(device: str) -> None:
-    """Refuse where torch's compiler has nothing to compile with."""
+def check_machine(device: str) -> None:
+    """Refuse where torch's compiler has nothing to compile with; asked before weights are read.
+
+    Raises:
+        InvalidArgument: Triton (on a GPU) or a C++ compiler (on a CPU) is missing.
+    """
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

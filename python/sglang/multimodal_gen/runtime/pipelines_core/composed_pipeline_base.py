@@ -21,6 +21,7 @@ from sglang.multimodal_gen.runtime.layers.attention.backends.choice import (
 )
 from sglang.multimodal_gen.runtime.loader.compile_denoisers import (
     attention_for_compiling,
+    check_machine,
     compile_denoisers,
 )
 from sglang.multimodal_gen.runtime.loader.component_loaders.component_loader import (
@@ -156,6 +157,7 @@ class ComposedPipelineBase(StageWiring, ABC):
             wish, Machine(device, compute_capability(device)), ring=self.parallel.ring.size > 1
         )
         if server_args.speed.enable_torch_compile:
+            check_machine(device)
             self.attention, self._attention_note = attention_for_compiling(
                 self.attention, self._attention_note
             )

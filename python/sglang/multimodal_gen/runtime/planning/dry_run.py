@@ -146,8 +146,9 @@ class _Operations(TorchDispatchMode):
         """What a convolution in 16 bits does beside its product where channels come first.
 
         cuDNN's kernels want channels last: input and output are copied, into a workspace that is as
-        large as both. (FLUX's VAE on an H200: this makes 1.87 GiB of peak the 2.38 measured, and
-        so at four times the pixels.)
+        large as both. FLUX's VAE on an H200 showed it, before decision 0043 gave its maps channels
+        last: this made 1.87 GiB of peak the 2.38 measured, and so at four times the pixels. What
+        still comes here are layers that keep the library's order: bands of rows on several ranks.
         """
         last = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
         if x.element_size() != 2 or x.ndim not in (4, 5) or x.is_contiguous(memory_format=last):

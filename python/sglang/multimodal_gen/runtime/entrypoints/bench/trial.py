@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sglang.multimodal_gen.configs.step_cache_choice import chosen
 from sglang.multimodal_gen.runtime.cache.compiled_blocks import CompileCounters
 from sglang.multimodal_gen.runtime.cache.graph_runner import GraphCounters
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
@@ -103,7 +104,12 @@ class StepClock:
 
 class Forwards:
     """Counts the forwards of modules while it is entered, by hooks or, with CUDA graphs, by their
-    runner's counters: to it a hook is another kind of call, to be recorded anew."""
+    runner's counters: to it a hook is another kind of call, to be recorded anew.
+
+    Args:
+        graphs: the runner's counters, if all forwards go through it. Those under a step cache do
+            not; they are counted by hooks.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], graphs: GraphCounters | None = None) -> None:
         self.count = 0
@@ -162,10 +168,10 @@ class Side(ABC):
         """Those of the components that compute."""
         return {n: part for n, part in self.modules.items() if isinstance(part, nn.Module)}
 
-    def forwards(self) -> Forwards:
-        """A counter of the denoisers'."""
+    def forwards(self, *, step_cache: bool = False) -> Forwards:
+        """A counter of the denoisers', for a request with or without a step cache."""
         denoisers = (module for name, module in self.networks.items() if is_denoiser(name))
-        return Forwards(denoisers, self.graphs)
+        return Forwards(denoisers, None if step_cache else self.graphs)
 
     def weight_bytes(self) -> int:
         """What its modules hold on the device."""
@@ -216,7 +222,9 @@ class RuntimeSide(Side):
         synchronize(self.device)
         start = time.perf_counter()
         batches = self.model.admit(params, RequestControl(clock.heard))
-        with self.forwards() as forwards:
+        wishes = [(b.request.step_cache, b.request.step_cache_threshold) for b in batches]
+        step_cache = any(chosen(*wish, None) is not None for wish in wishes)
+        with self.forwards(step_cache=step_cache) as forwards:
             outputs = [self.pipeline.forward(b, self.pipeline.server_args) for b in batches]
         synchronize(self.device)
         seconds = time.perf_counter() - start

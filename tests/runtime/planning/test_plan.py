@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
 from full_size_flux import write_flux_dev
+from runtime.conftest import folder as folder
 from sglang.multimodal_gen.runtime.entrypoints.cli.main import main
 from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import DiffGenerator
 from sglang.multimodal_gen.runtime.planning.estimate import estimate
 from sglang.multimodal_gen.runtime.planning.gpus import gpu_named
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
-from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument, OutOfMemory
+from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, InvalidArgument, OutOfMemory
 
 GIB = 1 << 30
 
@@ -121,7 +123,12 @@ def test_the_command_prints_a_plan(capsys):
     ("words", "problem"),
     [
         (["--gpu", "h2000"], "Did you mean 'h200'"),
-        (["--num-gpus", "2"], "num_gpus"),
+        (["--num-gpus", "4", "--tp-size", "2"], "num_gpus=4: plans are made for one GPU so far"),
+        (["--backend", "diffusers"], "backend='diffusers': plans are made of native"),
+        (["--gpu", "rtx-3090", "--quantization", "fp8"], "this GPU has 8.6"),
+        (["--gpu", "rtx-3090", "--attention-backend", "fa3"], "this GPU has 8.6"),
+        (["--attention-backend", "fa2", "--precision", "fp32"], "computes in float32"),
+        (["--enable-cuda-graph", "--layerwise-offload-components", "all"], "a graph needs them"),
         (["--height", "100"], "height"),
         (["--host-memory-gib", "-1"], "must be above 0"),
         (["--model-path", "/nowhere/at/all"], "/nowhere/at/all"),
@@ -130,6 +137,27 @@ def test_the_command_prints_a_plan(capsys):
 def test_bad_input_is_one_sentence(words, problem, capsys):
     assert main(["plan", *words]) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_what_this_gpu_can_do_is_planned_without_its_packages():
+    made = plan("demo", attention_backend="fa3", enable_cuda_graph=True, precision="bf16")
+    assert made.fits
+    told = " ".join(made.notes)
+    assert "attention is counted at one rate" in told
+    assert "recordings" in told
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused_as_loading_refuses_it(folder, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    file = broken / "transformer" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"num_layers": config["num_layers"] + 1}))
+    with pytest.raises(CheckpointError, match="Missing") as planned:
+        plan(broken)
+    with pytest.raises(CheckpointError) as loaded:
+        DiffGenerator.from_pretrained(str(broken), device="cpu")
+    assert str(planned.value) == str(loaded.value)
 
 
 def test_names_of_gpus():

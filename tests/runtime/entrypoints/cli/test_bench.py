@@ -96,3 +96,9 @@ def test_a_server_that_cannot_start_is_told_in_its_own_words(capsys):
     words = ["serve", "--num-requests", "1", "--", "--model-path", "/nowhere/at/all"]
     assert main(["bench", *words]) == 2
     assert "/nowhere/at/all" in capsys.readouterr().err
+
+
+def test_a_report_that_could_not_be_written_is_told_before_the_load(tmp_path, capsys):
+    line = ["bench", "serve", "--url", "http://127.0.0.1:9", "--output", str(tmp_path)]
+    assert main(line) != 0
+    assert "a folder has that name" in capsys.readouterr().err

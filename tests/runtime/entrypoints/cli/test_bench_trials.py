@@ -8,7 +8,9 @@ import shutil
 import pytest
 
 from runtime.conftest import folder as folder
+from sglang.multimodal_gen.runtime.entrypoints.bench import profile
 from sglang.multimodal_gen.runtime.entrypoints.cli.main import main
+from sglang.multimodal_gen.runtime.utils.errors import OutputError
 
 SMALL = ["--height", "32", "--width", "32", "--max-sequence-length", "16", "--device", "cpu"]
 FEW = ["--warm-up", "0", "--rounds", "2"]
@@ -75,6 +77,36 @@ def test_mistakes_are_told_before_weights_are_read(folder, tmp_path, capsys, wor
     line = ["bench", "step", "--model-path", str(bare), "--device", "cpu", *words]
     assert main(line) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--profile", "--output"])
+def test_a_place_that_takes_no_result_is_told_before_weights_are_read(
+    folder, tmp_path, capsys, flag
+):
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*.safetensors*"))
+    (tmp_path / "file").write_text("mine")
+    place = tmp_path / "file" if flag == "--profile" else tmp_path / "file" / "step.json"
+    assert main(["bench", "step", "--model-path", str(bare), *SMALL, flag, str(place)]) != 0
+    said = capsys.readouterr().err
+    assert "the output folder" in said
+    assert "loading" not in said
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_profile_that_fails_leaves_what_was_measured(folder, tmp_path, capsys, monkeypatch):
+    def full(*args):
+        raise OutputError("cannot write: the disk is full")
+
+    monkeypatch.setattr(profile, "profiled", full)
+    output = tmp_path / "step.json"
+    words = ["--num-inference-steps", "2", "--reference", "none", "--warm-up", "0", "--rounds", "1"]
+    places = ["--output", str(output), "--profile", str(tmp_path / "trace")]
+    assert main(["bench", "step", "--model-path", str(folder), *SMALL, *words, *places]) != 0
+    told = capsys.readouterr()
+    assert "the disk is full" in told.err
+    assert "ms a step" in told.out
+    assert json.loads(output.read_text())["sides"][0]["step_ms"]["median"] > 0
 
 
 def test_help(capsys):

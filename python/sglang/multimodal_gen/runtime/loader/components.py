@@ -48,7 +48,7 @@ from sglang.multimodal_gen.runtime.loader.residency import (
     plan_components,
     share_of,
 )
-from sglang.multimodal_gen.runtime.loader.weights import dtype_rule
+from sglang.multimodal_gen.runtime.loader.weights import check_weights, dtype_rule
 from sglang.multimodal_gen.runtime.memory.host_home import HostHome
 from sglang.multimodal_gen.runtime.memory.offloaded_component import OffloadedComponent
 from sglang.multimodal_gen.runtime.memory.plan import ComponentFacts, Residency, ResidencyPlan
@@ -220,7 +220,7 @@ def outline_components(
     buffers: bool = False,
 ) -> dict[str, Any]:
     """Every component without its weights: modules are on the meta device, in their precision, and
-    the others are ready; raises as `load_components`.
+    the others are ready; raises as `load_components`, stored names and shapes included.
 
     Without ``stored`` there need be no files of weights. With ``buffers`` those that constructors
     compute stay, on the CPU.
@@ -234,6 +234,9 @@ def outline_components(
             outlined[name] = loader.load(specs[name]).module
             continue
         module, dtype = loader.module_on_meta(specs[name])
+        if stored:
+            checkpoint = specs[name].checkpoint
+            check_weights(module, checkpoint, label=name, exact=loader.exact_keys)
         rule = dtype_rule(module, dtype)
         for path, parameter in module.named_parameters():
             fixed = is_scale(parameter) or quantizer_of(parameter) is not None

@@ -143,6 +143,17 @@ def load_weights(
     )
 
 
+def check_weights(
+    module: nn.Module, checkpoint: Checkpoint, *, label: str, exact: bool = False
+) -> None:
+    """Refuse, by the headers alone, what `load_weights` would refuse for its names and shapes.
+
+    Raises:
+        CheckpointError: missing, unexpected or misshapen tensors, all in one message.
+    """
+    _match(module, sort_stored(checkpoint, label).weights, label, exact=exact)
+
+
 def dtype_rule(module: nn.Module, dtype: torch.dtype) -> DtypeRule:
     """Module name -> the floating dtype it is loaded in: ``dtype``, or float32 on an fp32 island.
 

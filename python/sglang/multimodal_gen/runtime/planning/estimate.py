@@ -10,11 +10,18 @@ import torch
 
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
 from sglang.multimodal_gen.configs.step_cache_choice import OFF
+from sglang.multimodal_gen.runtime.cache.choice import wants_graphs
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
+from sglang.multimodal_gen.runtime.layers.attention.backends.choice import (
+    Machine,
+    backend_to_plan,
+)
+from sglang.multimodal_gen.runtime.layers.attention.backends.sdpa import SDPA
 from sglang.multimodal_gen.runtime.loader.components import (
     components_facts,
     outline_components,
 )
+from sglang.multimodal_gen.runtime.loader.denoiser_split import denoisers, give_attention
 from sglang.multimodal_gen.runtime.loader.residency import plan_components
 from sglang.multimodal_gen.runtime.managers.model_description import ModelDescription
 from sglang.multimodal_gen.runtime.memory.plan import (
@@ -36,6 +43,7 @@ from sglang.multimodal_gen.runtime.server_args.resolve import resolve
 from sglang.multimodal_gen.runtime.utils.errors import InvalidArgument
 from sglang.multimodal_gen.runtime.utils.progress import ProgressEvent
 
+_ANY_NUMBER = 1 << 20
 _STEPS = 2
 """Steps of the dry run: all are alike, and the first may differ from the others."""
 
@@ -114,18 +122,23 @@ def estimate(
         UserError, CheckpointError: as loading the model and running the request would.
         OutOfMemory: the weights fit in no way.
     """
-    asked = server_args.parallel
-    facts = DeviceFacts(True, 1, gpu.name, gpu.memory_bytes, gpu.capability)
+    # How many GPUs that machine has is not known: never what several ranks are refused for.
+    facts = DeviceFacts(True, _ANY_NUMBER, gpu.name, gpu.memory_bytes, gpu.capability)
     resolution = resolve(server_args, facts)
-    if resolution.args.parallel.layout.world_size > 1:
-        problem = "plans are made for one GPU so far; leave it out"
-        raise InvalidArgument("num_gpus", asked.num_gpus, problem)
+    ranks = resolution.args.parallel.layout.world_size
+    if ranks > 1:
+        problem = "plans are made for one GPU so far; leave out what asks for more"
+        raise InvalidArgument("num_gpus", ranks, problem)
     model = ModelDescription.find(resolution.args)
+    if model.info.backend != "sglang":
+        problem = "plans are made of native families' modules; leave --backend out"
+        raise InvalidArgument("backend", model.info.backend, problem)
     params = model.sampling_params({"prompt": "a", **values}).seal()
     host = host_free() if host_gib is None else int(host_gib * (1 << 30))
     memory = MemoryFacts(gpu.usable_bytes, gpu.memory_bytes, host)
     sizes, plan = _weights(model, memory)
     pipeline = _outline(model)
+    _check_speed(model, pipeline, plan, memory, gpu)
     batches = _batches(model, params)
     runs = [_dry_run(pipeline, batch) for batch in batches]
     steps = params.num_inference_steps or _STEPS
@@ -148,7 +161,7 @@ def estimate(
         steps=steps,
         step_seconds=step,
         host_bytes=plan.host_bytes,
-        notes=[*resolution.notes, *([plan.note] if plan.note else [])],
+        notes=[*resolution.notes, *([plan.note] if plan.note else []), *_uncounted(model)],
     )  # fmt: skip
 
 
@@ -214,6 +227,42 @@ def _outline(model: ModelDescription, *, stored: bool = True) -> ComposedPipelin
         speed=type(args.speed)(),  # as are kernels: all of attention is counted alike
     )
     return cls(model.source.name, here, loaded_modules=modules, parallel=parallel)
+
+
+def _check_speed(
+    model: ModelDescription,
+    pipeline: ComposedPipelineBase,
+    plan: ResidencyPlan,
+    memory: MemoryFacts,
+    gpu: GPU,
+) -> None:
+    """Refuse the kernels and graphs that loading on that GPU would refuse: the outline has none.
+
+    Raises:
+        InvalidArgument: such a wish cannot be.
+    """
+    args = model.server_args
+    wish = args.speed.attention_backend
+    attention = backend_to_plan(wish, Machine("cuda", gpu.capability))
+    names = pipeline._index_names(pipeline.modules)
+    give_attention(pipeline.modules, names, attention, wish)  # checks that the layers take it
+    give_attention(pipeline.modules, names, SDPA, "auto")
+    for name in denoisers(names) if args.speed.enable_cuda_graph else ():
+        wants_graphs(
+            True, pipeline.modules[name], name, plan, memory,
+            device="cuda", check_stages=args.observe.check_stages, attention=attention,
+        )  # fmt: skip
+
+
+def _uncounted(model: ModelDescription) -> list[str]:
+    """Sentences about wishes that are possible there, and change nothing in the numbers."""
+    speed, notes = model.server_args.speed, []
+    if speed.attention_backend != "auto":
+        told = f"attention_backend={speed.attention_backend}"
+        notes.append(f"{told}: attention is counted at one rate, whatever computes it")
+    if speed.enable_cuda_graph:
+        notes.append("CUDA graphs: the memory that recordings keep is not counted")
+    return notes
 
 
 def _batches(model: ModelDescription, params: SamplingParams) -> list[Req]:

@@ -28,11 +28,12 @@ _WORKSPACE, _LARGE_WORKSPACE = (2 * 4096 + 8 * 16) << 10, 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """A GPU by its data sheet: GiB, dense TFLOP/s in 16 bits and (TF32 off) in 32, TB/s of memory,
-    GB/s of copies from pinned host memory, TFLOP/s in e4m3, 0 where it has no such products, and
-    what cuBLAS takes through torch's allocator from the first product on."""
+    """A GPU by its data sheet: compute capability, GiB, dense TFLOP/s in 16 bits and (TF32 off) in
+    32, TB/s of memory, GB/s of copies from pinned host memory, TFLOP/s in e4m3, 0 where it has no
+    such products, and what cuBLAS takes through torch's allocator from the first product on."""
 
     name: str
+    capability: tuple[int, int]
     gib: float
     half_tflops: float
     single_tflops: float
@@ -40,11 +41,6 @@ class GPU:
     link_gigabytes: float
     byte_tflops: float = 0.0
     workspace_bytes: int = _WORKSPACE
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        """The compute capability, as far as it decides what can be asked for."""
-        return (8, 9) if self.byte_tflops else (8, 0)
 
     @property
     def memory_bytes(self) -> int:
@@ -73,17 +69,17 @@ class GPU:
 
 
 _TABLE = (
-    GPU("h200", 139.8, 989, 67, 4.8, 55, 1979, _LARGE_WORKSPACE),
-    GPU("h100", 79.1, 989, 67, 3.35, 55, 1979, _LARGE_WORKSPACE),
-    GPU("h20", 95.0, 148, 44, 4.0, 55, 296, _LARGE_WORKSPACE),
-    GPU("b200", 178.0, 2250, 80, 8.0, 55, 4500, _LARGE_WORKSPACE),
-    GPU("a100-80g", 79.1, 312, 19.5, 2.0, 25),
-    GPU("a100-40g", 39.4, 312, 19.5, 1.55, 25),
-    GPU("l40s", 44.4, 362, 91, 0.864, 25, 733),
-    GPU("l4", 22.0, 121, 30, 0.3, 25, 242),
-    GPU("rtx-5090", 31.4, 210, 105, 1.79, 50, 419),
-    GPU("rtx-4090", 23.5, 165, 82, 1.01, 25, 330),
-    GPU("rtx-3090", 23.6, 71, 35, 0.936, 25),
+    GPU("h200", (9, 0), 139.8, 989, 67, 4.8, 55, 1979, _LARGE_WORKSPACE),
+    GPU("h100", (9, 0), 79.1, 989, 67, 3.35, 55, 1979, _LARGE_WORKSPACE),
+    GPU("h20", (9, 0), 95.0, 148, 44, 4.0, 55, 296, _LARGE_WORKSPACE),
+    GPU("b200", (10, 0), 178.0, 2250, 80, 8.0, 55, 4500, _LARGE_WORKSPACE),
+    GPU("a100-80g", (8, 0), 79.1, 312, 19.5, 2.0, 25),
+    GPU("a100-40g", (8, 0), 39.4, 312, 19.5, 1.55, 25),
+    GPU("l40s", (8, 9), 44.4, 362, 91, 0.864, 25, 733),
+    GPU("l4", (8, 9), 22.0, 121, 30, 0.3, 25, 242),
+    GPU("rtx-5090", (12, 0), 31.4, 210, 105, 1.79, 50, 419),
+    GPU("rtx-4090", (8, 9), 23.5, 165, 82, 1.01, 25, 330),
+    GPU("rtx-3090", (8, 6), 23.6, 71, 35, 0.936, 25),
 )
 GPUS: Mapping[str, GPU] = {gpu.name: gpu for gpu in _TABLE}
 """Name -> its numbers."""

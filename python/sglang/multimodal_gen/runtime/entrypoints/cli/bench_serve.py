@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,10 +28,11 @@ from sglang.multimodal_gen.runtime.entrypoints.bench.mix import (
 )
 from sglang.multimodal_gen.runtime.entrypoints.bench.own_server import own_server
 from sglang.multimodal_gen.runtime.entrypoints.bench.report import failed, summary, table_of
+from sglang.multimodal_gen.runtime.entrypoints.cli.report_file import report_file, write_report
 from sglang.multimodal_gen.runtime.server_args.bench_args import BenchServeArgs
 from sglang.multimodal_gen.runtime.server_args.flags import flags_of
 from sglang.multimodal_gen.runtime.server_args.parser import FlagParser
-from sglang.multimodal_gen.runtime.utils.errors import OutputError, UserError
+from sglang.multimodal_gen.runtime.utils.errors import UserError
 
 _EPILOG = """\
 What follows '--' goes to the server that is started:
@@ -61,12 +60,12 @@ def run(argv: Sequence[str]) -> int:
     if args.url is not None and server_flags:
         raise UserError("--url names a server that runs; options after '--' would start another.")
     mix = None if args.mix is None else read_mix(args.mix)
+    output = report_file(args.output)
     console = Console(stderr=True)
     with _server(args, server_flags, console) as url:
         report = asyncio.run(measure(url, args, mix, console))
     Console().print(table_of(report["rates"]))
-    if args.output is not None:
-        _write(Path(args.output).expanduser(), report)
+    write_report(output, report)
     return int(failed(report["rates"]))
 
 
@@ -168,10 +167,3 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         return words, []
     at = words.index("--")
     return words[:at], words[at + 1 :]
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"cannot write {str(path)!r}: {error.strerror}.") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,17 +12,14 @@ from typing import TYPE_CHECKING, Any
 from sglang.multimodal_gen import __version__
 from sglang.multimodal_gen.configs.sample.sampling_params import ImageSamplingParams
 from sglang.multimodal_gen.runtime.entrypoints.cli.generate_options import sampling_params_class
+from sglang.multimodal_gen.runtime.entrypoints.cli.report_file import report_file, write_report
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.server_args.bench_args import BenchTrialArgs
 from sglang.multimodal_gen.runtime.server_args.flags import Flag, flags_of
 from sglang.multimodal_gen.runtime.server_args.parser import FlagParser
 from sglang.multimodal_gen.runtime.server_args.server_args import server_flags
-from sglang.multimodal_gen.runtime.utils.errors import (
-    CheckpointError,
-    InvalidArgument,
-    OutputError,
-    UserError,
-)
+from sglang.multimodal_gen.runtime.utils.atomic_file import check_output_folder
+from sglang.multimodal_gen.runtime.utils.errors import CheckpointError, InvalidArgument, UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,12 +71,18 @@ class Trials:
         own = BenchTrialArgs(**parser.values_of(said, flags_of(BenchTrialArgs)))
         asked = parser.values_of(said, _sampling_flags(family))
         values = {"seed": 0, **self.defaults, **asked, "prompt": own.prompt}
+        output, folder = report_file(own.output), _trace_folder(own.profile)
         from rich.console import Console
 
-        report = _measured(self.command, server, own, values, Console(stderr=True))
+        report, ours = _measured(self.command, server, own, values, Console(stderr=True))
         _print(self.command, report)
-        if own.output is not None:
-            _write(Path(own.output).expanduser(), report)
+        write_report(output, report)
+        if folder is not None:  # last: whatever fails here, what was measured is told already
+            from sglang.multimodal_gen.runtime.entrypoints.bench.profile import profiled
+
+            report["profile"] = _plain(profiled(ours, folder))
+            _print_profile(report["profile"])
+            write_report(output, report)
         return 0
 
     def _parser(self, family: type) -> FlagParser:
@@ -97,6 +99,11 @@ class Trials:
         return parser
 
 
+def _trace_folder(said: str | None) -> Path | None:
+    """The folder for a trace, made and tried; raises OutputError where it takes no files."""
+    return None if said is None else check_output_folder(Path(said).expanduser())
+
+
 def _sampling_flags(family: type) -> Sequence[Flag]:
     return flags_of(family, without=("prompt",))
 
@@ -107,8 +114,8 @@ def _measured(
     own: BenchTrialArgs,
     values: Mapping[str, Any],
     console: Console,
-) -> dict[str, Any]:
-    """Everything that was measured, ready for JSON."""
+) -> tuple[dict[str, Any], RuntimeSide]:
+    """Everything that was measured, ready for JSON; and our side, which can run again."""
     from sglang.multimodal_gen.runtime.entrypoints.bench import profile
     from sglang.multimodal_gen.runtime.entrypoints.bench.sides import describe, our_side
     from sglang.multimodal_gen.runtime.entrypoints.bench.trial import measure, summary
@@ -138,10 +145,7 @@ def _measured(
         "notes": notes,
     }
     _compare(record)
-    if own.profile is not None:
-        seen = profile.profiled(ours, Path(own.profile).expanduser())
-        record["profile"] = _plain(seen)
-    return record
+    return record, ours
 
 
 def _reference(
@@ -208,10 +212,9 @@ def _compare(record: dict[str, Any]) -> None:
 
 
 def _print(command: str, report: Mapping[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH)
+    console = _console()
     machine, settings = report["machine"], report["settings"]
     told = ", ".join(f"{k} {v}" for k, v in settings.items())
     console.print(f"{report['model']} on {machine['device']}, torch {machine['torch']}: {told}")
@@ -242,14 +245,22 @@ def _print(command: str, report: Mapping[str, Any]) -> None:
     for side in report["sides"] if command == "request" else ():
         parts = ", ".join(f"{name} {taken:.3f} s" for name, taken in side["stages"].items())
         console.print(f"{side['name']}: {parts}")
-    seen = report.get("profile")
-    if seen is not None:
-        waits = ", ".join(f"{count} {name}" for name, count in seen["waits"].items()) or "none"
-        console.print(f"waits of the host in {seen['steps']} steps: {waits}")
-        for row in seen["operations"][:10]:
-            console.print(f"  {row['ms']:9.2f} ms {row['calls']:6d} x {row['name'][:70]}")
     for note in report["notes"]:
         console.print(f"note: {note}", style="dim")
+
+
+def _print_profile(seen: Mapping[str, Any]) -> None:
+    console = _console()
+    waits = ", ".join(f"{count} {name}" for name, count in seen["waits"].items()) or "none"
+    console.print(f"waits of the host in {seen['steps']} steps: {waits}")
+    for row in seen["operations"][:10]:
+        console.print(f"  {row['ms']:9.2f} ms {row['calls']:6d} x {row['name'][:70]}")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH)
 
 
 def _number(value: float | None, form: str) -> str:
@@ -263,10 +274,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return value
-
-
-def _write(path: Path, report: Mapping[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"cannot write {str(path)!r}: {error.strerror}.") from error

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -129,6 +129,26 @@ def choose_backend(
     return backend, note
 
 
+def backend_to_plan(wish: str, machine: Machine) -> AttentionBackend:
+    """What a wish comes to on a GPU that is not here, to be asked about and not to be run.
+
+    Packages are not looked for: they would be installed there.
+
+    Raises:
+        InvalidArgument: it is not for such a GPU.
+    """
+    name = _ALIASES.get(wish, wish)
+    if name in _KERNELS:
+        return choose_backend(wish, machine)[0]
+    if name == "flex":
+        return _flex()
+    library = _LIBRARIES.get("fa2" if name == "fa" else name)
+    if library is None:
+        return SDPA
+    _check_capability(wish, machine, library.since, library.until)
+    return library.build(wish, _not_here, library.modules[-1])
+
+
 def check_dtype(backend: AttentionBackend, dtype: torch.dtype, component: str) -> None:
     """Refuse a backend for a denoiser whose tensors it does not take.
 
@@ -155,6 +175,10 @@ def _automatic(machine: Machine) -> tuple[AttentionBackend, str | None]:
         note = f"attention: torch's own, FlashAttention 3 from {LONG} tokens on"
         return ByLength("auto", SDPA, long, LONG, LONG_WIDTHS), note
     return SDPA, "attention: torch's own choice of kernel"
+
+
+def _not_here(*args: object, **kwargs: object) -> NoReturn:
+    raise RuntimeError("a backend that was planned is called")
 
 
 def _flex() -> AttentionBackend:

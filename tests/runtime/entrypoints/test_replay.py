@@ -82,8 +82,11 @@ def test_a_file_is_identical_or_it_is_said_by_how_much(fake, tmp_path, capsys, s
     fake.array = ARRAY.copy()
     fake.array[3, 4] ^= 64
     assert main(["replay", file]) == 1
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "different: by at most" in out
+    assert "--quantization" in err  # the file does not say how the model ran
+    assert main(["replay", file, "--quantization", "fp8"]) == 1
+    assert "--quantization" not in capsys.readouterr().err
     assert main(["replay", file, "--tolerance", "255"]) == 0
     if suffix == ".png":
         assert "at most 64 of 255" in out

@@ -63,7 +63,7 @@ def test_each_choice_is_one_sentence_and_what_was_said_is_none():
         "num_gpus=4: ulysses_degree=2 chosen, what ring_degree=2 leaves",
     )
     assert resolved(tp_size=2, dp_size=2).notes == (
-        "num_gpus=4: dp_size=2 x tp_size=2 take as many ranks",
+        "num_gpus=4: as many ranks as dp_size=2 x tp_size=2 need",
     )
 
 

@@ -59,7 +59,7 @@ def test_a_clock_tells_loops_apart():
 def test_spread():
     assert Spread.of([]) is None
     assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0, (3.0, 3.0), 1)
-    assert Spread.of([1.0, 2.0, 9.0]) == Spread(2.0, 1.0, 9.0, (1.0, 9.0), 3)
+    assert Spread.of([1.0, 2.0, 9.0]) == Spread(2.0, 1.0, 9.0, (1.5, 5.5), 3)
 
 
 def test_sides_take_turns():

@@ -389,3 +389,10 @@ def test_a_full_disk_harms_links_alone(start, tmp_path):
     error = live.refusal(live.generate(response_format="url"), 507)
     assert error["code"] == "storage_full"
     assert live.generate().status_code == 200
+
+
+def test_a_body_that_is_not_called_json_is_told_what_it_lacks(shared):
+    headers = {"content-type": "application/x-www-form-urlencoded"}  # curl's, without -H
+    reply = shared.http.post("/v1/images/generations", content=b'{"prompt": "a"}', headers=headers)
+    assert reply.status_code == 400
+    assert "Content-Type: application/json" in reply.json()["error"]["message"]

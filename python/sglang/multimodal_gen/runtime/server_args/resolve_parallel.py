@@ -44,7 +44,7 @@ def resolve_parallel(
     if total is None:
         total = product
         if product > 1:
-            notes.append(f"num_gpus={product}: {_shown(terms)} take as many ranks")
+            notes.append(f"num_gpus={product}: as many ranks as {_shown(terms)} need")
     elif product != total:
         raise _mismatch(total, _as_said(args, terms))
     chosen = dataclasses.replace(

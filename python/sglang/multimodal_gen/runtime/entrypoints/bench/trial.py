@@ -55,8 +55,9 @@ class Spread:
         """None for no values."""
         if not values:
             return None
-        several = len(values) > 1
-        first, _, third = statistics.quantiles(values, n=4) if several else (*values,) * 3
+        first = third = values[0]
+        if len(values) > 1:
+            first, _, third = statistics.quantiles(values, n=4, method="inclusive")
         return cls(statistics.median(values), min(values), max(values), (first, third), len(values))
 
 

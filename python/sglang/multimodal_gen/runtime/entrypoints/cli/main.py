@@ -29,7 +29,7 @@ COMMANDS = {
     "generate": "make pictures from prompts",
     "serve": "serve a model over HTTP, with OpenAI's API",
     "replay": "make a picture again from the settings in it, and compare",
-    "bench": "measure a server under load",
+    "bench": "time steps or requests, beside Diffusers; or a server under load",
     "models": "list the model families and paths known; explain a pipeline",
     "new-model": "write the files of a new model family",
     "verify": "compare a family with its reference, step by step",
@@ -88,7 +88,7 @@ def _help() -> str:
         [
             "usage: sglang COMMAND [options]",
             "",
-            "Makes images with diffusion models.",
+            "Makes pictures and videos with diffusion models.",
             "",
             "commands:",
             *lines,

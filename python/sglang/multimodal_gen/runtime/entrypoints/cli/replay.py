@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.entrypoints.diffusion_generator import DiffGenerator
     from sglang.multimodal_gen.runtime.entrypoints.replay import Comparison, Recipe
 
+_HOW_IT_RUNS = {"quantization", "attention_backend", "enable_torch_compile"}
 _EXIT_DIFFERENT = 1
 
 
@@ -33,6 +34,12 @@ def run(argv: Sequence[str]) -> int:
     values = parser.values_of(argparse.Namespace(**said), server_flags())
     comparison = _replay(said, values)
     print(f"{said['file']}: {comparison.summary()}")
+    if comparison.largest > tolerance and not values.keys() & _HOW_IT_RUNS:
+        print(
+            "note: a file does not say how the model ran; if it was made with --quantization, "
+            "--attention-backend or --enable-torch-compile, replay it with the same",
+            file=sys.stderr,
+        )
     return 0 if comparison.largest <= tolerance else _EXIT_DIFFERENT
 
 

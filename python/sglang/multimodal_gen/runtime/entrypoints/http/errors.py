@@ -88,6 +88,9 @@ def of_validation(fault: Mapping[str, Any]) -> ClientError:
         if param is None:
             return ClientError(400, "the body is missing; send JSON", code="missing_body")
         return ClientError(400, f"{param}: is missing", param=param, code="missing_parameter")
+    if param is None and fault["type"] == "model_attributes_type":
+        message = "the body is not read as JSON; send it with 'Content-Type: application/json'"
+        return ClientError(400, message, code="invalid_json")
     text = str(fault["msg"]).removeprefix("Value error, ")
     return ClientError(400, f"{param or 'body'}: {text}", param=param, code="invalid_value")
 

@@ -11,7 +11,7 @@ steps at once, ``cache/step_table.py``): *conditioning* here is either, and told
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,9 +36,9 @@ def shares(conditioning_BC: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]
     return conditioning_BC.split(list(widths), dim=-1)
 
 
-def rows_of(conditioning_BC: Tensor, linear: nn.Linear, width: int) -> Tensor:
-    """What a modulation's linear makes of the conditioning vector, [B, width], unless it is that
-    already.
+def rows_of(conditioning_BC: Tensor, linear: Any, width: int) -> Tensor:
+    """What a modulation's linear (of any kind) makes of the conditioning vector, [B, width], unless
+    it is that already.
 
     Raises:
         ValueError: it is as wide as neither.

@@ -71,9 +71,9 @@ class WanPatchEmbedding(nn.Conv3d):
     def __init__(self, in_channels: int, dim: int, patch_size: tuple[int, int, int]) -> None:
         super().__init__(in_channels, dim, patch_size, patch_size)
 
-    def forward(self, clip_BCFHW: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """[B, C, F, H, W] -> [B, S, D]; what fills no patch is left out."""
-        patch_sizes = self.kernel_size
+        patch_sizes, clip_BCFHW = self.kernel_size, input
         for axis, size in enumerate(patch_sizes, 2):
             whole = clip_BCFHW.shape[axis] // size * size
             clip_BCFHW = clip_BCFHW.narrow(axis, 0, whole)

@@ -45,9 +45,9 @@ class UniPCMultistepScheduler(diffusers_unipc.UniPCMultistepScheduler):
     ) -> Tensor:
         """The sample at the next timestep, predicted; shapes as ``sample``."""
         if self.solver_p or args or kwargs or sample is None or order is None:
-            return super().multistep_uni_p_bh_update(
-                model_output, *args, sample=sample, order=order, **kwargs
-            )
+            # Another solver's step, or arguments as before 1.0: the reference knows them.
+            theirs: Any = super().multistep_uni_p_bh_update
+            return theirs(model_output, *args, sample=sample, order=order, **kwargs)
         parts = self._expansion(self.step_index, self.step_index + 1, order)
         if order <= 2:
             weights = torch.full((order - 1,), 0.5)  # order 2 as the paper simplifies it
@@ -66,14 +66,9 @@ class UniPCMultistepScheduler(diffusers_unipc.UniPCMultistepScheduler):
     ) -> Tensor:
         """The sample at this timestep, corrected by what the model said of it."""
         if args or kwargs or last_sample is None or order is None:
-            return super().multistep_uni_c_bh_update(
-                this_model_output,
-                *args,
-                last_sample=last_sample,
-                this_sample=this_sample,
-                order=order,
-                **kwargs,
-            )
+            theirs: Any = super().multistep_uni_c_bh_update
+            samples = {"last_sample": last_sample, "this_sample": this_sample}
+            return theirs(this_model_output, *args, **samples, order=order, **kwargs)
         parts = self._expansion(self.step_index - 1, self.step_index, order)
         if order == 1:
             weights = torch.full((1,), 0.5)
@@ -89,7 +84,8 @@ class UniPCMultistepScheduler(diffusers_unipc.UniPCMultistepScheduler):
         spacings = [(self._at(origin - i)[2] - lambda_0) / h for i in range(1, order)]
         signed = -h if self.predict_x0 else h
         first = torch.expm1(signed)
-        scale = signed if self.config.solver_type == "bh1" else first
+        config: Any = self.config
+        scale = signed if config.solver_type == "bh1" else first
 
         moments, phi, factorial = [], first / signed - 1, 1
         for i in range(1, order + 1):
@@ -115,10 +111,9 @@ class UniPCMultistepScheduler(diffusers_unipc.UniPCMultistepScheduler):
         self, x: Tensor, parts: Expansion, weights: Tensor, correction: Tensor | None
     ) -> Tensor:
         """One update of ``x``; the last weight is the correction's, where there is one."""
-        m = self.model_outputs[-1]
-        earlier: Sequence[Tensor] = [
-            self.model_outputs[-(i + 2)] for i in range(len(parts.spacings))
-        ]
+        outputs: Any = self.model_outputs
+        m: Tensor = outputs[-1]
+        earlier: Sequence[Tensor] = [outputs[-(i + 2)] for i in range(len(parts.spacings))]
         moved = parts.keep * x - parts.drive * m
         added: Tensor | None = None
         for weight, spacing, output in zip(weights, parts.spacings, earlier, strict=False):

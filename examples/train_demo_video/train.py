@@ -64,6 +64,8 @@ VAE_SCHEDULES = {
 VAE_FRAMES = {"vae_short": 5, "vae": FRAMES}
 """Of each stage of the autoencoder: the first two chunks of a clip cost a third of all five."""
 LOOK_EVERY = 75.0
+GUIDANCE = 1.5
+"""Of 64 prompts 51 came out right at it, 44 at the pictures' 3."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +144,7 @@ class Piece:
         self.state.mkdir(parents=True, exist_ok=True)
         self.log = Log(self.out / "log.jsonl")
         self.deadline = time.monotonic() + args.budget_seconds - self.plan.reserve_seconds
-        self.settings = Settings()
+        self.settings = Settings(guidance=GUIDANCE)
         self.finished = False
 
     def run(self) -> bool:

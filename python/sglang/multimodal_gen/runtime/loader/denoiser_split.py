@@ -12,6 +12,7 @@ from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelSta
 from sglang.multimodal_gen.runtime.layers.attention.backends.backend import AttentionBackend
 from sglang.multimodal_gen.runtime.layers.attention.backends.choice import check_dtype
 from sglang.multimodal_gen.runtime.layers.attention.usp import USPAttention
+from sglang.multimodal_gen.runtime.layers.computing_dtype import computing_dtype
 from sglang.multimodal_gen.runtime.layers.sequence_parallel import (
     check_denoiser,
     heads_of,
@@ -127,7 +128,7 @@ def give_attention(
         if not isinstance(modules[name], nn.Module):
             continue
         layers = [m for m in modules[name].modules() if isinstance(m, USPAttention)]
-        dtype = next((p.dtype for p in modules[name].parameters() if p.is_floating_point()), None)
+        dtype = computing_dtype(modules[name])  # some weights may be kept in float32
         if layers and dtype is not None:
             check_dtype(backend, dtype, name)
         for layer in layers:

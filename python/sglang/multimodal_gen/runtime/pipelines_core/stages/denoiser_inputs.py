@@ -6,31 +6,13 @@ the next is cast where they meet; of equal precisions nothing is touched.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-
-from sglang.multimodal_gen.runtime.layers.quantization.fp8 import is_scale
+from torch import Tensor
 
 if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
-
-_COMPUTES_IN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Weights of other dtypes (quantised ones) and their scales say nothing about a module's inputs."""
-
-
-def computing_dtype(module: nn.Module) -> torch.dtype | None:
-    """The dtype of most of a module's parameters: islands of float32 do not count.
-
-    None for a module that has none. Parameters are counted, not their values: those whose weights
-    are elsewhere at the moment have a dtype too.
-    """
-    found = Counter(
-        p.dtype for p in module.parameters() if p.dtype in _COMPUTES_IN and not is_scale(p)
-    )
-    return found.most_common(1)[0][0] if found else None
 
 
 def cast_embeddings(batch: Req, dtype: torch.dtype | None) -> None:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from sglang.multimodal_gen.runtime.cache.step_table import TableCounters, begin_tables
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
+from sglang.multimodal_gen.runtime.layers.computing_dtype import computing_dtype
 from sglang.multimodal_gen.runtime.pipelines_core.role import RoleType
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stage import PipelineStage
 from sglang.multimodal_gen.runtime.pipelines_core.stages.denoiser_inputs import (
     cast_embeddings,
-    computing_dtype,
     in_dtype,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.stages.experts import Experts

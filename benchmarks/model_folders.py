@@ -56,6 +56,8 @@ class Model:
 
     pipeline: str
     components: Mapping[str, Component]
+    toy_request: Facts = field(default_factory=lambda: {"height": 64, "width": 64})
+    """What a toy makes where a request says nothing: at the published sizes a CPU takes minutes."""
 
 
 FLUX = Model(
@@ -145,6 +147,7 @@ WAN = Model(
         ),
         "tokenizer": Component("transformers", "T5TokenizerFast", tokenizer=write_t5),
     },
+    {"height": 64, "width": 64, "num_frames": 5},
 )  # fmt: skip
 
 QWEN2_5_VL: Facts = {
@@ -241,6 +244,8 @@ def write_folder(model: Model, folder: Path, *, toy: bool = False) -> None:
         path = "scheduler_config.json" if name == "scheduler" else "config.json"
         _write_json(place / path, _library_config(component.class_name, facts))
     _write_json(folder / "model_index.json", index)
+    if toy:
+        _write_json(folder / "sampling_params.json", model.toy_request)
 
 
 def _library_config(class_name: str, facts: Facts) -> dict[str, Any]:

@@ -113,3 +113,11 @@ def test_a_setting_that_the_library_lacks_is_refused(folders, tmp_path, capsys):
     capsys.readouterr()
     assert main([*line, "--flow-shift", "5"]) == 2
     assert "WanPipeline takes no argument 'flow_shift'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_toy_makes_small_things_unless_asked(folders, tmp_path, name):
+    assert folders.main([name, "--toy", "--out", str(tmp_path)]) == 0
+    request = json.loads((tmp_path / name / "sampling_params.json").read_text())
+    assert request["height"] == request["width"] == 64
+    assert request.get("num_frames", 5) == 5

@@ -44,12 +44,7 @@ def admit(
     params.check()
     config.check_request(params)
     prompts = _prompts(params)
-    task_type = config.resolve_task_type(
-        params.task_type,
-        data_type=data_type,
-        has_image=bool(params.image_paths),
-        has_video=bool(params.video_paths),
-    )
+    task_type = _task(params, config, data_type)
     _check_images(params, config)
     params = _shaped_like_its_image(params, config)
     height, width = _size(params, config)
@@ -124,6 +119,24 @@ def _negatives(params: SamplingParams, count: int) -> list[str] | None:
 def _open_as_zero(value: float | None) -> float:
     """Zero in the batch where an opaque pipeline chooses; it reads ``batch.request`` instead."""
     return 0 if value is None else value
+
+
+def _task(
+    params: SamplingParams, config: PipelineConfig, data_type: DataType | None
+) -> ModelTaskType:
+    """What is asked for; a refusal shows the inputs themselves, which the config is not given."""
+    try:
+        return config.resolve_task_type(
+            params.task_type,
+            data_type=data_type,
+            has_image=bool(params.image_paths),
+            has_video=bool(params.video_paths),
+        )
+    except InvalidRequest as error:
+        inputs = {"image_path": params.image_paths, "video_path": params.video_paths}
+        if error.value is None or not inputs.get(error.field):
+            raise
+        raise InvalidRequest(error.field, inputs[error.field], error.problem) from None
 
 
 def _check_images(params: SamplingParams, config: PipelineConfig) -> None:

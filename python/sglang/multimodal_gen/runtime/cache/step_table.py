@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,25 +85,30 @@ class StepTableCalls:
         self.timesteps = timesteps
         self.images = images
         self.counters = counters
-        self.step = 0
         self._span = FEW_ROWS // images
         self._windows: dict[tuple[nn.Module, int], _Window] = {}
         self._tables: dict[nn.Module, StepTable | None] = {}
 
-    def given(self, denoiser: nn.Module, branch: int, kwargs: Kwargs, prepare: Prepare) -> Kwargs:
-        """The arguments of a forward at ``self.step``, with the step's rows where it takes any."""
+    def at(self, step: int) -> StepRows:
+        """What one step is handed."""
+        return StepRows(self, step)
+
+    def given(
+        self, step: int, denoiser: nn.Module, branch: int, kwargs: Kwargs, prepare: Prepare
+    ) -> Kwargs:
+        """The arguments of a forward at ``step``, with the step's rows where it takes any."""
         table = self._table(denoiser)
         if table is None:
             return kwargs
         window = self._windows.get((denoiser, branch))
-        if window is None or self.step not in window:
-            made = self._made(denoiser, table, kwargs, prepare)
+        if window is None or step not in window:
+            made = self._made(step, denoiser, table, kwargs, prepare)
             if made is None:
                 self._tables[denoiser] = None
                 return kwargs
             window = self._windows[denoiser, branch] = made
         self.counters.handed += 1
-        return {**kwargs, table.argument: window.rows[self.step - window.first]}
+        return {**kwargs, table.argument: window.rows[step - window.first]}
 
     def _table(self, denoiser: nn.Module) -> StepTable | None:
         if denoiser not in self._tables:
@@ -113,13 +118,13 @@ class StepTableCalls:
         return self._tables[denoiser]
 
     def _made(
-        self, denoiser: nn.Module, table: StepTable, kwargs: Kwargs, prepare: Prepare
+        self, step: int, denoiser: nn.Module, table: StepTable, kwargs: Kwargs, prepare: Prepare
     ) -> _Window | None:
         method = getattr(denoiser, table.method)
         wanted = inspect.signature(method).parameters.values()
         if any(p.default is p.empty and p.name not in kwargs for p in wanted):
             return None  # forward will say what is missing
-        first = self.step // self._span * self._span
+        first = step // self._span * self._span
         times = self.timesteps[first : first + self._span]
         each = [prepare(t.expand(self.images)) for t in times]
         arguments = {p.name: _joined([one.get(p.name) for one in each]) for p in wanted}
@@ -129,6 +134,17 @@ class StepTableCalls:
         self.counters.made += 1
         self.counters.rows += len(rows)
         return _Window(first, rows.unflatten(0, (len(times), self.images)))
+
+
+class StepRows(NamedTuple):
+    """The tables of a batch, at one step of its loop."""
+
+    tables: StepTableCalls
+    step: int
+
+    def given(self, denoiser: nn.Module, branch: int, kwargs: Kwargs, prepare: Prepare) -> Kwargs:
+        """See `StepTableCalls.given`."""
+        return self.tables.given(self.step, denoiser, branch, kwargs, prepare)
 
 
 def begin_tables(timesteps: Tensor, images: int, counters: TableCounters) -> StepTableCalls | None:

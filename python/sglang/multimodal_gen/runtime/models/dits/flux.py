@@ -10,6 +10,7 @@ H heads, d head width, P pooled width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -302,8 +303,7 @@ class FluxTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         )
         self.norm_out = AdaLayerNormContinuous(dim, dim)
         self.proj_out = nn.Linear(dim, patch_size * patch_size * out_channels)
-        widths = [*[12 * dim] * num_layers, *[3 * dim] * num_single_layers]
-        self.modulation_widths = (*widths, self.norm_out.width)
+        self.modulation_widths = tuple(sum(m.width for m in ms) for ms in self._modulations())
 
     def rotary_embedding(self, text_length: int, height: int, width: int) -> Rotary:
         """Angles of the joint sequence for an image of ``height`` x ``width`` packed tokens.
@@ -362,10 +362,13 @@ class FluxTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         """What modulates every block and the last norm, end to end, [B, widths of all]."""
         given = (timestep, pooled_projections, guidance)
         silu_temb_BD = in_full_company(self._silu_temb, *given)
-        norms = [
-            m for m in self.modules() if isinstance(m, AdaLayerNormZero | AdaLayerNormContinuous)
-        ]
+        norms = chain.from_iterable(self._modulations())
         return torch.cat([norm.rows(silu_temb_BD) for norm in norms], dim=-1)
+
+    def _modulations(self) -> list[tuple[AdaLayerNormZero | AdaLayerNormContinuous, ...]]:
+        """What modulates each block, and the last norm: the order of rows that lie end to end."""
+        blocks = (*self.transformer_blocks, *self.single_transformer_blocks)
+        return [*(block.modulations for block in blocks), (self.norm_out,)]  # pyright: ignore[reportReturnType] (a ModuleList forgets its type)
 
     def _silu_temb(self, timestep: Tensor, pooled_BP: Tensor, guidance: Tensor | None) -> Tensor:
         # Time and guidance are cast *before* the factor 1000 comes back, as in the reference:

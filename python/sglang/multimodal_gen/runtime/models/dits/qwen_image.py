@@ -11,6 +11,7 @@ width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -210,6 +211,11 @@ class QwenImageTransformerBlock(nn.Module):
         self.txt_mod = QwenModulation(dim)
         self.txt_mlp = FeedForward(dim)
 
+    @property
+    def modulations(self) -> tuple[QwenModulation, ...]:
+        """Of the pictures, then of the text."""
+        return self.img_mod, self.txt_mod
+
     def forward(
         self,
         image_BND: Tensor,
@@ -220,7 +226,7 @@ class QwenImageTransformerBlock(nn.Module):
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """One block on both streams; the image's stretches have these ``lengths``."""
-        image_share, text_share = shares(conditioning_BC, (self.img_mod.width, self.txt_mod.width))
+        image_share, text_share = shares(conditioning_BC, [m.width for m in self.modulations])
         image_attn, image_mlp = self.img_mod(image_share, lengths)
         text_attn, text_mlp = self.txt_mod(text_share[: len(text_BTD)], (text_BTD.shape[1],))
 
@@ -299,7 +305,7 @@ class QwenImageTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         )
         self.norm_out = AdaLayerNormContinuous(dim, dim)
         self.proj_out = nn.Linear(dim, patch_size * patch_size * out_channels)
-        self.modulation_widths = (*[12 * dim] * num_layers, self.norm_out.width)
+        self.modulation_widths = tuple(sum(m.width for m in ms) for ms in self._modulations())
 
     def rotary_embedding(
         self, text_length: int, image: Grid, references: Sequence[Grid] = ()
@@ -365,8 +371,12 @@ class QwenImageTransformer2DModel(nn.Module, LayerwiseOffloadableModuleMixin):
         if self.zero_cond_t:
             return None
         silu_temb_BD = self._silu_temb(timestep.to(self.txt_norm.weight.dtype))
-        mods = [m for m in self.modules() if isinstance(m, QwenModulation | AdaLayerNormContinuous)]
+        mods = chain.from_iterable(self._modulations())
         return torch.cat([mod.rows(silu_temb_BD) for mod in mods], dim=-1)
+
+    def _modulations(self) -> list[tuple[QwenModulation | AdaLayerNormContinuous, ...]]:
+        """What modulates each block, and the last norm: the order of rows that lie end to end."""
+        return [*(block.modulations for block in self.transformer_blocks), (self.norm_out,)]  # pyright: ignore[reportReturnType] (a ModuleList forgets its type)
 
     def _silu_temb(self, time_B: Tensor) -> Tensor:
         return F.silu(in_full_company(self.time_text_embed, time_B))

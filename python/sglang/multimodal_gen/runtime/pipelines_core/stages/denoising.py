@@ -129,10 +129,9 @@ class DenoisingStage(PipelineStage):
             t_B = t.expand(len(latents))
             expert = experts[step]
             self.experts.bring(expert)
-            if tables is not None:
-                tables.step = step
+            rows = None if tables is None else tables.at(step)
             prediction = self.guidance.predict(
-                expert.denoiser, config, batch, model_input, t_B, expert.scale, cache, tables
+                expert.denoiser, config, batch, model_input, t_B, expert.scale, cache, rows
             )
             self.previews.show(batch, config, step, latents, prediction)
             latents = scheduler.step(prediction, t, latents, return_dict=False)[0]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
 from sglang.multimodal_gen.runtime.cache.graph_runner import Caller, call_plainly
-from sglang.multimodal_gen.runtime.cache.step_table import StepTableCalls
+from sglang.multimodal_gen.runtime.cache.step_table import StepRows
 from sglang.multimodal_gen.runtime.distributed.group import Group
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stages.step_caches import StepCacheCalls
@@ -45,14 +45,14 @@ class ClassifierFreeGuidance:
         t_B: Tensor,
         scale: float | None = None,
         cache: StepCacheCalls | None = None,
-        tables: StepTableCalls | None = None,
+        rows: StepRows | None = None,
     ) -> Tensor:
         """The prediction for one step, like the latents; ``scale`` in place of the batch's.
 
-        ``cache`` calls the denoiser where steps may be skipped; ``tables`` have what was computed
-        for several steps at once.
+        ``cache`` calls the denoiser where steps may be skipped; ``rows`` were computed for
+        several steps at once.
         """
-        arguments = (transformer, config, batch, latent_model_input, t_B, cache, tables)
+        arguments = (transformer, config, batch, latent_model_input, t_B, cache, rows)
         positive = self._branch(POSITIVE, *arguments)
         if not batch.do_classifier_free_guidance:
             return positive
@@ -68,14 +68,14 @@ class ClassifierFreeGuidance:
         latent_model_input: Tensor,
         t_B: Tensor,
         cache: StepCacheCalls | None,
-        tables: StepTableCalls | None,
+        rows: StepRows | None,
     ) -> Tensor:
         """One branch's prediction; arguments are prepared for no other."""
         prepare = (config.prepare_pos_cond_kwargs, config.prepare_neg_cond_kwargs)[branch]
         kwargs = prepare(batch, latent_model_input, t_B)
-        if tables is not None:
+        if rows is not None:
             at_time = partial(prepare, batch, latent_model_input)
-            kwargs = tables.given(transformer, branch, kwargs, at_time)
+            kwargs = rows.given(transformer, branch, kwargs, at_time)
         if cache is not None:
             return cache(transformer, branch, kwargs)
         return self.call(transformer, kwargs)
@@ -111,10 +111,10 @@ class ParallelGuidance(ClassifierFreeGuidance):
         t_B: Tensor,
         scale: float | None = None,
         cache: StepCacheCalls | None = None,
-        tables: StepTableCalls | None = None,
+        rows: StepRows | None = None,
     ) -> Tensor:
         """The prediction for one step, on both ranks."""
-        arguments = (transformer, config, batch, latent_model_input, t_B, cache, tables)
+        arguments = (transformer, config, batch, latent_model_input, t_B, cache, rows)
         if batch.do_classifier_free_guidance:
             own = self._branch(self.group.rank, *arguments)
             positive, negative = self.group.all_gather(own[None])

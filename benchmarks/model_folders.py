@@ -2,6 +2,8 @@
 
     python benchmarks/model_folders.py flux-dev wan2.1-1.3b qwen-image --out /tmp/models
     sglang bench step --model-path /tmp/models/flux-dev --random-weights
+    python benchmarks/model_folders.py flux-dev --weights bf16 --out /tmp/whole    # 34 GB of noise
+    sglang bench request --model-path /tmp/whole/flux-dev    # its loading is measured too
 
 ``benchmarks/README.md`` has the commands, and what they measured.
 """
@@ -18,10 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import torch
 import transformers
+from torch import nn
 
 from flux_floor import FLUX_DEV
 from folder_tokenizers import write_clip, write_qwen2, write_t5
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 Facts = Mapping[str, Any]
 """What a config says that its class does not."""
@@ -248,6 +254,39 @@ def write_folder(model: Model, folder: Path, *, toy: bool = False) -> None:
         _write_json(folder / "sampling_params.json", model.toy_request)
 
 
+def write_weights(model: Model, folder: Path, dtype: torch.dtype) -> int:
+    """Random weights beside the configs, in files of at most 5 GB; returns how many bytes.
+
+    They are made on the GPU where there is one, a component at a time. Norm weights stand around
+    one: at the others' 0.02 nothing would come through.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator, written = torch.Generator(device).manual_seed(0), 0
+    for name, component in model.components.items():
+        library = {"diffusers": diffusers, "transformers": transformers}[component.library]
+        cls: Any = getattr(library, component.class_name)
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            continue
+        place = folder / name
+        with torch.device("meta"):
+            if library is diffusers:
+                made = cls.from_config(cls.load_config(place))  # type: ignore[attr-defined]
+            else:
+                made = cls(cls.config_class.from_pretrained(place))  # type: ignore[attr-defined]
+        module: Any = nn.Module.to(made, dtype).to_empty(device=device)
+        if hasattr(module, "tie_weights"):
+            module.tie_weights()
+        with torch.no_grad():
+            for path, parameter in module.named_parameters():
+                mean = float(parameter.ndim == 1 and path.endswith("weight"))
+                parameter.normal_(mean, 0.02, generator=generator)
+            for buffer in module.buffers():
+                buffer.zero_()
+        module.save_pretrained(str(place), max_shard_size="5GB")
+        written += sum(file.stat().st_size for file in place.glob("*.safetensors"))
+    return written
+
+
 def _library_config(class_name: str, facts: Facts) -> dict[str, Any]:
     """What Diffusers writes for an object of that class: its constructor's arguments."""
     constructor = inspect.signature(getattr(diffusers, class_name).__init__).parameters
@@ -273,10 +312,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("models", nargs="+", choices=MODELS, help="which, each a folder of --out")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--toy", action="store_true", help="tiny, for a machine without a GPU")
+    parser.add_argument("--weights", choices=DTYPES, help="random weights too, so many bits each")
     options = parser.parse_args(argv)
     for name in options.models:
         write_folder(MODELS[name], options.out / name, toy=options.toy)
-        print(options.out / name)
+        size = ""
+        if options.weights is not None:
+            written = write_weights(MODELS[name], options.out / name, DTYPES[options.weights])
+            size = f" {written / 1e9:.3g} GB"
+        print(f"{options.out / name}{size}", flush=True)
     return 0
 
 

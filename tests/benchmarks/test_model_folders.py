@@ -121,3 +121,17 @@ def test_a_toy_makes_small_things_unless_asked(folders, tmp_path, name):
     request = json.loads((tmp_path / name / "sampling_params.json").read_text())
     assert request["height"] == request["width"] == 64
     assert request.get("num_frames", 5) == 5
+
+
+def test_a_folder_may_have_weights_whose_loading_is_told(folders, tmp_path, capsys):
+    assert folders.main(["flux-dev", "--toy", "--weights", "fp32", "--out", str(tmp_path)]) == 0
+    folder, output = tmp_path / "flux-dev", tmp_path / "request.json"
+    on_disk = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+    assert on_disk > 4 * sum(p.numel() for _, m in modules(folder) for p in m.parameters()) * 0.9
+    line = ["bench", "request", "--model-path", str(folder), "--device", "cpu", "--reference",
+            "none", "--num-inference-steps", "1", "--warm-up", "0", "--rounds", "1",
+            "--output", str(output)]  # fmt: skip
+    capsys.readouterr()
+    assert main(line) == 0
+    assert "loading sglang: " in capsys.readouterr().out
+    assert 0 < json.loads(output.read_text())["load_seconds"] < 60

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +125,9 @@ def _measured(
     model.admit(model.sampling_params(values))  # mistakes are told before weights are read
     floor = _floor(model, values, own.gpu)
     console.print(f"loading {model.source.name}", style="dim")
+    begun = time.perf_counter()
     ours = our_side(model, values, random_weights=own.random_weights)
+    load_seconds = time.perf_counter() - begun
     sides: list[Side] = [ours]
     notes: list[str] = []
     theirs = _reference(own, values, ours, notes)
@@ -139,6 +142,7 @@ def _measured(
         "machine": profile.machine(ours.device),
         "model": model.source.name,
         "random_weights": own.random_weights,
+        "load_seconds": load_seconds,
         "settings": {k: v for k, v in values.items() if v is not None},
         "floor": floor,
         "sides": [_plain(row) for row in rows],
@@ -240,6 +244,7 @@ def _print(command: str, report: Mapping[str, Any]) -> None:
             f"{side['forwards_a_step']:g}",
         )
     console.print(table)
+    console.print(f"loading {report['sides'][0]['name']}: {report['load_seconds']:.3g} s")
     firsts = (f"{side['name']} {side['first_seconds']:.3g} s" for side in report["sides"])
     console.print(f"first request, with what it waits for: {', '.join(firsts)}")
     for side in report["sides"] if command == "request" else ():

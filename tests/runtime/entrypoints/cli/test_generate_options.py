@@ -137,3 +137,9 @@ def test_help_lists_shared_flags_or_those_of_a_named_family(capsys):
     assert "--strength" in capsys.readouterr().out
     assert read_options(["-h", "--model-path", "missing"]) is None
     assert "model_path='missing' does not exist." in capsys.readouterr().out
+
+
+def test_a_flag_of_videos_is_not_taken_for_a_mistyped_one():
+    for words in (["--num-frames", "8"], ["--num_frames=8"]):
+        with pytest.raises(UserError, match=r"frames: is for models that make videos"):
+            options("--prompt", "x", *words)

@@ -49,6 +49,7 @@ class FlagParser(argparse.ArgumentParser):
         self._mappings: dict[str, Flag] = {}
         self._switches: set[str] = set()
         self._known: dict[str, str] = {}
+        self._absent: dict[str, str] = {}
         self.add_switch("--help", "Show this text and exit.", short="-h")
 
     def add_switch(self, spelling: str, help: str, *, short: str | None = None) -> None:
@@ -70,6 +71,12 @@ class FlagParser(argparse.ArgumentParser):
                     )
                 self._known[spelling] = owner
             self._add_flag(group, spec)
+
+    def add_absent(self, flags: Iterable[Flag], problem: str) -> None:
+        """Tell why ``flags`` that this command has elsewhere are not known here; they stay unknown."""
+        for spec in flags:
+            for spelling in (spec.spelling, *spec.aliases):
+                self._absent.setdefault(spelling, problem)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """What ``argv`` says; raises UserError for an unknown flag or a value out of place."""
@@ -158,6 +165,8 @@ class FlagParser(argparse.ArgumentParser):
         name = typed.replace("_", "-")
         if name in self._mappings:
             return f"{name} needs a name: write {name}.NAME VALUE, such as {name}.vae VALUE."
+        if name in self._absent and name not in self._known:
+            return f"{typed}: {self._absent[name]}"
         known = [spelling for spelling in self._option_string_actions if "." not in spelling]
         hint = did_you_mean(name, [*known, *self._mappings])
         return f"unrecognized argument {typed}.{hint} '{self.prog} --help' lists all."

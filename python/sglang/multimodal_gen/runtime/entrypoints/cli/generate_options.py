@@ -16,6 +16,7 @@ from typing import Any
 from sglang.multimodal_gen.configs.sample.sampling_params import (
     ImageSamplingParams,
     SamplingParams,
+    VideoSamplingParams,
 )
 from sglang.multimodal_gen.runtime.entrypoints.cli.config_file import ConfigFile
 from sglang.multimodal_gen.runtime.entrypoints.cli.prompts import read_prompts
@@ -175,6 +176,9 @@ class _CommandLine:
         name = self.sampling_cls.__name__
         parser.add_flags(f"how to make it ({name})", self.sampling_flags, owner=name)
         parser.add_flags("model and machine", server_flags(), owner="ServerArgs")
+        if not issubclass(self.sampling_cls, VideoSamplingParams):
+            problem = "is for models that make videos, and this one makes pictures. Leave it out."
+            parser.add_absent(flags_of(VideoSamplingParams), problem)
         return parser
 
 

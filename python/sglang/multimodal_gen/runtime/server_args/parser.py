@@ -73,7 +73,7 @@ class FlagParser(argparse.ArgumentParser):
             self._add_flag(group, spec)
 
     def add_absent(self, flags: Iterable[Flag], problem: str) -> None:
-        """Tell why ``flags`` that this command has elsewhere are not known here; they stay unknown."""
+        """Tell why ``flags`` that are known elsewhere are not here; they stay unknown."""
         for spec in flags:
             for spelling in (spec.spelling, *spec.aliases):
                 self._absent.setdefault(spelling, problem)

@@ -5,7 +5,10 @@ import pytest
 from PIL import Image
 
 from sglang.multimodal_gen.configs.pipeline_configs.flux import FluxPipelineConfig
-from sglang.multimodal_gen.configs.pipeline_configs.qwen_image import QwenImageEditPipelineConfig
+from sglang.multimodal_gen.configs.pipeline_configs.qwen_image import (
+    QwenImageEditPipelineConfig,
+    QwenImageEditPlusPipelineConfig,
+)
 from sglang.multimodal_gen.configs.sample.flux import FluxSamplingParams
 from sglang.multimodal_gen.configs.sample.qwen_image import QwenImageEditSamplingParams
 from sglang.multimodal_gen.configs.sample.sampling_params import MAX_SEED
@@ -148,15 +151,21 @@ def test_an_image_path_that_is_none_is_refused(path):
         batches(image_path=path)
 
 
-def test_a_picture_that_is_a_line_is_refused_where_the_model_cannot_look_at_it(tmp_path):
-    path = tmp_path / "thin.png"
-    Image.new("RGB", (1, 200)).save(path)
-    wide = tmp_path / "wide.png"
-    Image.new("RGB", (199, 1)).save(wide)
+@pytest.mark.parametrize(
+    ("config", "least", "refused"),
+    # The second is shown a picture of fewer pixels, whose rounding is more often up.
+    [(QwenImageEditPipelineConfig(), 150, 199), (QwenImageEditPlusPipelineConfig(), 199, 2000)],
+    ids=["large", "small"],
+)
+def test_a_picture_that_is_a_line_is_refused_as_the_model_would_see_it(
+    tmp_path, config, least, refused
+):
+    thin, wide = tmp_path / "thin.png", tmp_path / "wide.png"
+    Image.new("RGB", (1, refused)).save(thin)
+    Image.new("RGB", (least, 1)).save(wide)
     params = QwenImageEditSamplingParams(
-        prompt="a", image_path=str(path), height=64, width=64, seed=0
+        prompt="a", image_path=str(thin), height=64, width=64, seed=0
     )
-    config = QwenImageEditPipelineConfig()
-    with pytest.raises(InvalidRequest, match=r"1x200.*less than 200 times"):
+    with pytest.raises(InvalidRequest, match=rf"1x{refused}.*less than 200 times"):
         admit(params, config, batching_max_size=1)
     assert admit(dataclasses.replace(params, image_path=str(wide)), config, batching_max_size=1)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sglang.multimodal_gen.runtime.entrypoints.cli import generate
 from sglang.multimodal_gen.runtime.utils.image_file import read_metadata
 
 
@@ -231,3 +232,21 @@ def test_an_adapters_weight_must_be_a_number(fails):
     assert "lora.weight=nan: must be a finite number" in fails(
         "generate", "--prompt", "a fox", "--lora", "ink=nan"
     )
+
+
+def test_a_picture_by_url_is_a_file_before_admission_looks_at_it(sglang, generator, monkeypatch):
+    seen = []
+    admitted = generator.open
+
+    def open_generator(args, request, on_admitted, progress):
+        seen.append(Path(request["image_path"]).read_bytes())
+        return admitted(args, request, on_admitted, progress)
+
+    monkeypatch.setattr(generate, "open_generator", open_generator)
+    said = ("generate", "--model-path", "demo", "--prompt", "a", "--image-path")
+    assert sglang(*said, "data:image/png;base64,YWJj").code == 0
+    assert seen == [b"abc"]
+    outcome = sglang(*said, "FILE:///etc/passwd")
+    assert outcome.code == 2
+    assert "must be https or http" in outcome.err
+    assert len(seen) == 1

@@ -83,10 +83,15 @@ class PipelineConfig(Sealable):
     """Where height or width is left out: about so many pixels, in the shape of the last input
     image. None: they must be given."""
     max_input_aspect: ClassVar[float | None] = None
-    """The longer side of an input image over the shorter one, at most; None for any."""
+    """An input image's longer side over the shorter one, as the model sees it (`seen_sizes`), is
+    less than this; None for any."""
     max_pixels: int = 4096 * 4096
     max_video_pixels: int = 2**28
     """The most that frames x height x width of one clip may be."""
+
+    def seen_sizes(self, width: int, height: int) -> tuple[tuple[int, int], ...]:
+        """Width and height of an input image at each reader that ``max_input_aspect`` is of."""
+        return ((width, height),)
 
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
         """A copy with an operator's settings.

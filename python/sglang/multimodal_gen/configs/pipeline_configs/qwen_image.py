@@ -116,6 +116,14 @@ class QwenImagePipelineConfig(ImagePipelineConfig):
         "proj_out",
     )
 
+    def seen_sizes(self, width: int, height: int) -> tuple[tuple[int, int], ...]:
+        """As the language models are shown it: resized, which may round the short side down."""
+        return tuple(
+            encoder.picture_area.size_for(width, height)
+            for encoder in self.text_encoder_configs
+            if isinstance(encoder, ChatEncoderConfig) and encoder.picture_area is not None
+        )
+
     def prepare_model_state(
         self, batch: Req, transformer: QwenImageTransformer2DModel
     ) -> QwenImageState:

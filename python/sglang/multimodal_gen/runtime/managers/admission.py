@@ -145,12 +145,14 @@ def _check_images(params: SamplingParams, config: PipelineConfig) -> None:
         return
     for path in params.image_paths:
         width, height = input_image_size(path)
-        if max(width, height) >= config.max_input_aspect * min(width, height):
-            problem = (
-                f"is {width}x{height}, and this model looks at pictures whose longer side is less "
-                f"than {config.max_input_aspect:g} times the shorter one. Crop or pad it"
-            )
-            raise InvalidRequest("image_path", os.fspath(path), problem)
+        for wide, high in config.seen_sizes(width, height):
+            if max(wide, high) >= config.max_input_aspect * min(wide, high):
+                problem = (
+                    f"is {width}x{height}, which this model would look at as {wide}x{high}; the "
+                    f"longer side must be less than {config.max_input_aspect:g} times the shorter "
+                    "one there. Crop or pad it"
+                )
+                raise InvalidRequest("image_path", os.fspath(path), problem)
 
 
 def _shaped_like_its_image(params: SamplingParams, config: PipelineConfig) -> SamplingParams:

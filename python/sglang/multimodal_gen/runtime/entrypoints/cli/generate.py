@@ -91,15 +91,17 @@ class _Run:
 
     def generate(self) -> None:
         """Make the outputs, and write each batch as soon as it is there."""
+        from sglang.multimodal_gen.runtime.entrypoints.input_pictures import InputPictures
+
         options = self.options
-        with TerminalProgress() as bars:
+        with InputPictures() as pictures, TerminalProgress() as bars:
+            # Admission before loading looks at files too: what is a URL becomes one first.
+            request = pictures.named(options.request)
             listener = None if options.own.quiet else bars
-            with open_generator(
-                options.server, options.request, self._admitted, listener
-            ) as generator:
+            with open_generator(options.server, request, self._admitted, listener) as generator:
                 if not options.own.quiet:
                     print_notes(generator.notes, sys.stderr)
-                for part in generator.generate_batches(progress=listener, **options.request):
+                for part in generator.generate_batches(progress=listener, **request):
                     self._write(part)
 
     def tell(self) -> None:

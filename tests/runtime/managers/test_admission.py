@@ -134,6 +134,10 @@ def test_guidance_that_a_checkpoint_does_not_take_is_said():
     schnell = FluxPipelineConfig().with_checkpoint({"transformer": {"guidance_embeds": False}})
     (batch,) = batches(config=schnell, guidance_scale=7.0)
     assert any("takes no guidance" in warning for warning in batch.warnings)
+    assert any("use true_cfg_scale" in warning for warning in batch.warnings)
+    on = {"guidance_scale": 9.0, "true_cfg_scale": 3.0, "negative_prompt": ""}
+    (guided,) = batches(config=schnell, **on)
+    assert any("true_cfg_scale=3.0 is what" in warning for warning in guided.warnings)
     assert not batches(config=schnell)[0].warnings
     assert not batches(guidance_scale=7.0)[0].warnings
 

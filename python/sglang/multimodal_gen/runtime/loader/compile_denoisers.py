@@ -96,7 +96,8 @@ def _check(name: str, denoiser: nn.Module) -> None:
         raise InvalidArgument(FLAG, True, f"{problem}. Leave it out")
     if any(method_of(module) is not None for module in denoiser.modules()):
         problem = (
-            f"the weights of {name} are held in eight bits, whose operators hand on what no "
-            "compiled code can. Leave it out, or use weights in 16 bits"
+            f"the weights of {name} are held in eight bits, whose operators pass rows with their "
+            "scales from one to the next, which compiled code cannot. Leave it out, or use weights "
+            "in 16 bits"
         )
         raise InvalidArgument(FLAG, True, problem)

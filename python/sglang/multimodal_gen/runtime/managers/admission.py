@@ -293,9 +293,14 @@ def _guidance(params: SamplingParams, config: PipelineConfig) -> tuple[float | N
         warnings.append(f"negative_prompt has no effect unless {name} is above 1")
     embedded = config.dit_config.guidance_embeds
     if not (embedded or config.should_use_guidance) and _was_set(params, "guidance_scale"):
+        guides = (
+            f"true_cfg_scale={value} is what guides it"
+            if on and params.negative_prompt is not None
+            else "use true_cfg_scale with a negative_prompt"
+        )
         warnings.append(
             f"guidance_scale={params.guidance_scale} has no effect: this checkpoint takes no "
-            "guidance; use true_cfg_scale with a negative_prompt"
+            f"guidance; {guides}"
         )
     guided = on and params.negative_prompt is not None
     return (float(value) if guided and value is not None else None), warnings

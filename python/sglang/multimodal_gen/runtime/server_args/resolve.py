@@ -131,8 +131,8 @@ def _check_compile(args: ServerArgs, parallel: ParallelArgs) -> None:
     reason = None
     if args.model.quantization is not None:
         reason = (
-            "weights in eight bits (--quantization) run by operators that hand on what no "
-            "compiled code can"
+            "weights in eight bits (--quantization) are multiplied by operators that pass rows "
+            "with their scales from one to the next, which compiled code cannot"
         )
     elif args.memory.use_fsdp_inference:
         reason = "weights spread over ranks (--use-fsdp-inference) are gathered inside of blocks"

@@ -45,6 +45,7 @@ class RankProcess:
     output: IO[bytes] | None
     crash: IO[bytes] = field(repr=False)
     killed: bool = False
+    _files: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
     def start(cls, task: RankTask, *, processors: int) -> RankProcess:
@@ -110,15 +111,17 @@ class RankProcess:
 
     def last_words(self) -> str:
         """The end of what it wrote: its output, unless we saw that, and the stacks of a crash."""
-        files = [file for file in (self.output, self.crash) if file is not None and not file.closed]
-        parts = [_tail(file) for file in files]
+        with self._files:  # whoever ends the run may let go of them meanwhile
+            given = (file for file in (self.output, self.crash) if file is not None)
+            parts = [_tail(file) for file in given if not file.closed]
         return "\n".join(part for part in parts if part)
 
     def close(self) -> None:
         """Let go of the files; the line is closed by who reads it."""
-        for file in (self.output, self.crash):
-            if file is not None:
-                file.close()
+        with self._files:
+            for file in (self.output, self.crash):
+                if file is not None:
+                    file.close()
 
 
 def log_levels() -> dict[str, int]:

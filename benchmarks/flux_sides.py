@@ -17,6 +17,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
 from torch import Tensor, nn
 
 from flux_floor import Workload
+from random_weights import fill
 from sglang.multimodal_gen.configs.pipeline_configs.flux import FluxPipelineConfig
 from sglang.multimodal_gen.configs.sample.flux import FluxSamplingParams
 from sglang.multimodal_gen.runtime.cache.compiled_blocks import (
@@ -207,7 +208,7 @@ def make_sides(
         ours = FluxTransformer2DModel(**work.config).eval()
     nn.Module.to(reference, dtype)
     reference.to_empty(device=device)
-    _fill(reference, generator)
+    fill(reference, generator)
     ours.load_state_dict(reference.state_dict(), assign=True)
     _refuse_meta(ours)
     if device.type == "cuda":
@@ -280,18 +281,6 @@ def make_scheduler() -> FlowMatchEulerDiscreteScheduler:
 def make_generators(count: int) -> list[torch.Generator]:
     """One on the CPU for each image, as both sides want them."""
     return [torch.Generator().manual_seed(FIRST_SEED + index) for index in range(count)]
-
-
-@torch.no_grad()
-def _fill(module: nn.Module, generator: torch.Generator) -> None:
-    """Normal weights of deviation 0.02 (so that a bf16 product runs at its real power draw).
-
-    Norm weights stand around one: at 0.02 the queries and keys would vanish, and with them the
-    attention that the comparison is to see.
-    """
-    for name, parameter in module.named_parameters():
-        is_norm = parameter.ndim == 1 and name.endswith("weight")
-        parameter.normal_(1.0 if is_norm else 0.0, 0.02, generator=generator)
 
 
 def _refuse_meta(module: nn.Module) -> None:

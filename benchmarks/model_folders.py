@@ -26,6 +26,7 @@ from torch import nn
 
 from flux_floor import FLUX_DEV
 from folder_tokenizers import write_clip, write_qwen2, write_t5
+from random_weights import fill
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -257,8 +258,7 @@ def write_folder(model: Model, folder: Path, *, toy: bool = False) -> None:
 def write_weights(model: Model, folder: Path, dtype: torch.dtype) -> int:
     """Random weights beside the configs, in files of at most 5 GB; returns how many bytes.
 
-    They are made on the GPU where there is one, a component at a time. Norm weights stand around
-    one: at the others' 0.02 nothing would come through.
+    They are made on the GPU where there is one, a component at a time.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator, written = torch.Generator(device).manual_seed(0), 0
@@ -277,9 +277,7 @@ def write_weights(model: Model, folder: Path, dtype: torch.dtype) -> int:
         if hasattr(module, "tie_weights"):
             module.tie_weights()
         with torch.no_grad():
-            for path, parameter in module.named_parameters():
-                mean = float(parameter.ndim == 1 and path.endswith("weight"))
-                parameter.normal_(mean, 0.02, generator=generator)
+            fill(module, generator)
             for buffer in module.buffers():
                 buffer.zero_()
         module.save_pretrained(str(place), max_shard_size="5GB")

@@ -21,7 +21,7 @@ OUTPUTS, INPUTS = 32, 256
 @triton.jit
 def _kernel(
     x_ptr, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr, rows, outputs, x_row, scale_step,
-    inputs: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, MANY: tl.constexpr,
+    inputs: tl.constexpr, BIAS: tl.constexpr, MANY: tl.constexpr,
     OUT: tl.constexpr, IN: tl.constexpr,
 ):  # fmt: skip
     output = tl.program_id(0) * OUT + tl.arange(0, OUT)
@@ -38,10 +38,8 @@ def _kernel(
             x_ptr + row[:, None] * x_row + column[None],
             mask=given[:, None] & inside[None], other=0.0,
         )  # fmt: skip
-        if WHOLE:
-            total = tl.dot(x, tl.trans(weight.to(x.dtype)), total, input_precision="ieee")
-        else:
-            total = tl.dot(x, tl.trans(weight.to(x.dtype)), total)
+        # Of float32 alone: not rounded to TF32.
+        total = tl.dot(x, tl.trans(weight.to(x.dtype)), total, input_precision="ieee")
     scale = tl.load(weight_scale_ptr + output * scale_step, mask=exists, other=0.0)
     total = total * scale[None]
     if BIAS:
@@ -62,7 +60,7 @@ def launch(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None)
     _kernel[(triton.cdiv(outputs, OUTPUTS),)](
         x, weight, weight_scale, x if bias is None else bias, out, rows, outputs, x.stride(0),
         min(1, weight_scale.numel() - 1),
-        inputs=inputs, BIAS=bias is not None, WHOLE=x.dtype == torch.float32, MANY=FEW_ROWS,
+        inputs=inputs, BIAS=bias is not None, MANY=FEW_ROWS,
         OUT=OUTPUTS, IN=INPUTS,
         num_warps=4, num_stages=3,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
